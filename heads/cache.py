@@ -1,0 +1,162 @@
+"""The one key/value cache, for targets and drafters alike: every row at its own length, a draft tree at its end.
+
+b rows of a span, N new nodes, A nodes drafted earlier in this round, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # slots by which the buffers grow
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads and widths of one layer's keys and values (they differ in multi-head latent attention)."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass
+class Span:
+    """Where one forward writes: which rows, in which slots.
+
+    Args:
+        rows: the rows that take part, as a slice so that buffers are views.
+        slots: [b, N] slot of each new node.
+        start: the first slot if it is the same for all rows (a plain copy then does), else None.
+        used: how many slots of the buffers are looked at.
+        before: A, nodes that stand between the committed tokens and the new ones.
+    """
+
+    rows: slice
+    slots: Tensor
+    start: int | None
+    used: int
+    before: int
+
+
+class RaggedTreeCache:
+    """Keys and values of `batch` rows; row b holds `lengths[b]` committed tokens, then the nodes of its tree.
+
+    A forward calls `begin`, then `update` once a layer; `commit` keeps an accepted path and drops the rest. Layers of
+    one shape share one buffer, so that committing costs two copies, not two a layer.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.layers = layers
+        self.batch = batch
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.drafted = 0
+        self._place: list[tuple[int, int]] = []
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        slots = -(-max(capacity, 1) // BLOCK) * BLOCK
+        shapes = list(dict.fromkeys(layers))
+        for shape in shapes:
+            count = layers.count(shape)
+            size = (count, batch, shape.heads, slots)
+            # Zeros, not garbage: a masked slot still takes part in 0 · value, and 0 · NaN is NaN.
+            self._keys.append(torch.zeros(*size, shape.key_dim, dtype=dtype, device=device))
+            self._values.append(torch.zeros(*size, shape.value_dim, dtype=dtype, device=device))
+        taken = [0] * len(shapes)
+        for layer in layers:
+            group = shapes.index(layer)
+            self._place.append((group, taken[group]))
+            taken[group] += 1
+
+    @property
+    def slots(self) -> int:
+        return self._keys[0].shape[3] if self._keys else 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory held by the buffers."""
+        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))
+
+    def begin(self, rows: slice, nodes: int, before: int = 0) -> Span:
+        """Plan the writing of `nodes` new nodes a row after the committed tokens and `before` drafted ones."""
+        lengths = self.lengths[rows]
+        values = lengths.tolist()
+        first = values[0] + before if len(set(values)) == 1 else None
+        used = max(values) + before + nodes
+        self._grow(used)
+        slots = (lengths + before)[:, None] + torch.arange(nodes, device=lengths.device)
+        return Span(rows, slots, first, used, before)
+
+    def update(self, layer: int, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Write [b, heads, N, D] keys and values; return everything the rows hold, [b, heads, span.used, D]."""
+        group, index = self._place[layer]
+        stored = self._keys[group][index, span.rows], self._values[group][index, span.rows]
+        for buffer, new in zip(stored, (keys, values)):
+            if span.start is not None:
+                buffer.narrow(2, span.start, new.shape[2]).copy_(new)
+            else:
+                where = span.slots[:, None, :, None].expand(new.shape)
+                buffer.scatter_(2, where, new)
+        return stored[0][:, :, : span.used], stored[1][:, :, : span.used]
+
+    def mask(self, span: Span, ancestors: Tensor | None) -> Tensor:
+        """[b, N, used] bool: what each new node attends to.
+
+        Args: ancestors: [b, N, A + N] over the nodes of the round, itself included; None for a chain (then A = 0).
+        """
+        lengths = self.lengths[span.rows]
+        slot = torch.arange(span.used, device=lengths.device)
+        if ancestors is None:
+            return slot <= span.slots[:, :, None]
+        mask = (slot < lengths[:, None])[:, None, :].repeat(1, span.slots.shape[1], 1)
+        nodes = ancestors.shape[2]
+        where = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+        return mask.scatter_(2, where[:, None, :].expand(-1, mask.shape[1], -1), ancestors)
+
+    def positions(self, span: Span, depth: Tensor) -> Tensor:
+        """[b, used] logical position of every slot, given the [b, A + N] depth of the round's nodes."""
+        lengths = self.lengths[span.rows]
+        table = torch.arange(span.used, device=lengths.device).repeat(lengths.shape[0], 1)
+        nodes = torch.arange(depth.shape[1], device=lengths.device)
+        return table.scatter_(1, lengths[:, None] + nodes, lengths[:, None] + depth)
+
+    def commit(self, path: Tensor, counts: Tensor, rows: slice = slice(None)) -> None:
+        """Keep the nodes `path` [b, M] (indices into the round's nodes, the first `counts` [b] real) as committed."""
+        lengths = self.lengths[rows]
+        steps = torch.arange(path.shape[1], device=path.device)
+        moved = (path != steps) & (steps < counts[:, None])
+        if bool(moved.any()):
+            source = lengths[:, None] + torch.where(steps < counts[:, None], path, steps)
+            target = lengths[:, None] + steps
+            for buffer in (*self._keys, *self._values):
+                view = buffer[:, rows]
+                shape = (view.shape[0], view.shape[1], view.shape[2], path.shape[1], view.shape[4])
+                kept = view.gather(3, source[None, :, None, :, None].expand(shape))
+                view.scatter_(3, target[None, :, None, :, None].expand(shape), kept)
+        self.lengths[rows] = lengths + counts
+
+    def reset(self, rows: slice) -> None:
+        """Empty these rows for other sequences."""
+        self.lengths[rows] = 0
+
+    def _grow(self, used: int) -> None:
+        if used <= self.slots:
+            return
+        slots = -(-used * 5 // 4 // BLOCK) * BLOCK
+
+        def larger(buffer: Tensor) -> Tensor:
+            grown = buffer.new_zeros(*buffer.shape[:3], slots, buffer.shape[4])
+            grown[:, :, :, : buffer.shape[3]] = buffer
+            return grown
+
+        self._keys = [larger(buffer) for buffer in self._keys]
+        self._values = [larger(buffer) for buffer in self._values]

@@ -1,0 +1,136 @@
+"""The engine: one session of rows that plain decoding, speculative decoding and self-generation all run on.
+
+B rows of the session, b rows of one forward, N nodes, C captured layers, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from headsmith.heads.cache import RaggedTreeCache
+from headsmith.heads.drafter import Needs
+from headsmith.heads.target import Target
+from headsmith.heads.target.features import stack
+
+from .generic import GenericForward
+from .lean import LeanForward, try_lean
+
+Forward = GenericForward | LeanForward
+
+
+@dataclass
+class NodeOutput:
+    """What the target computed for new nodes.
+
+    Args:
+        final: [b, N, H] feature after the final norm.
+        hidden: [b, N, C, H] inputs of the captured layers, None where none are.
+    """
+
+    final: Tensor
+    hidden: Tensor | None
+
+
+def choose_forward(target: Target, kind: Literal["auto", "lean", "generic"] = "auto") -> Forward:
+    """The lean forward where the target's layout allows it, else the generic one; made once a target.
+
+    Raises: ValueError if `lean` is asked for and the target is not of the common layout.
+    """
+    if kind not in ("auto", "lean", "generic"):
+        raise ValueError(f"forward is 'auto', 'lean' or 'generic', not {kind!r}")
+    made: dict[str, Any] = target.__dict__.setdefault("_forwards", {})
+    if kind != "generic" and "lean" not in made:
+        made["lean"] = try_lean(target)
+    if kind != "generic" and made["lean"][0] is not None:
+        return made["lean"][0]
+    if kind == "lean":
+        raise ValueError(f"{target.name} cannot use the lean forward: {made['lean'][1]}")
+    if "generic" not in made:
+        made["generic"] = GenericForward(target)
+    return made["generic"]
+
+
+class Session:
+    """Rows of one target with their caches; every row at its own length.
+
+    Args:
+        rows: how many sequences are held at once.
+        capacity: tokens a row is expected to reach; the cache grows beyond it when needed.
+        forward: `auto`, `lean`, `generic`, or a forward already made.
+        needs: what the drafter wants captured.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        rows: int,
+        capacity: int,
+        forward: Literal["auto", "lean", "generic"] | Forward = "auto",
+        needs: Needs | None = None,
+    ) -> None:
+        self.target = target
+        self.runner: Forward = choose_forward(target, forward) if isinstance(forward, str) else forward
+        self.capacity = capacity
+        self.capture = needs.layers if needs else ()
+        self.cache = RaggedTreeCache(self.runner.layer_shapes, rows, capacity, target.dtype, target.device)
+        self.forwards = 0
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] committed tokens of every row."""
+        return self.cache.lengths
+
+    def forward(
+        self,
+        tokens: Tensor,
+        depth: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        rows: slice = slice(None),
+    ) -> NodeOutput:
+        """Run [b, N] new nodes after the committed tokens of `rows`; nothing is committed.
+
+        Args:
+            depth: [b, N] distance from the first node; None for a chain, as a prompt is.
+            ancestors: [b, N, N] bool, itself included; None for a chain.
+        """
+        single = tokens.numel() == 1
+        if single:
+            # One row takes another kernel than several, with other rounding (and on CPU a slower one).
+            tokens = tokens.expand(1, 2)
+            depth = ancestors = None
+        nodes = tokens.shape[1]
+        span = self.cache.begin(rows, nodes)
+        if depth is None:
+            depth = torch.arange(nodes, device=tokens.device).expand(tokens.shape)
+        positions = self.cache.lengths[rows][:, None] + depth
+        seen = self.cache.mask(span, ancestors)
+        slots = self.cache.positions(span, depth)
+        final, found = self.runner(tokens, positions, seen, slots, self.cache, span, self.capture)
+        self.forwards += 1
+        hidden = stack(found, self.capture, final) if self.capture else None
+        if single:
+            return NodeOutput(final[:, :1], None if hidden is None else hidden[:, :1])
+        return NodeOutput(final, hidden)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """[..., H] -> [..., V]; a single feature is doubled for the same reason as a single token."""
+        if final.numel() == final.shape[-1]:
+            flat = self.runner.logits(final.reshape(1, -1).expand(2, -1))
+            return flat[0].view(*final.shape[:-1], -1)
+        return self.runner.logits(final)
+
+    def commit(self, path: Tensor, counts: Tensor, rows: slice = slice(None)) -> None:
+        """Keep the nodes of an accepted path, `path` [b, M] with the first `counts` [b] real."""
+        self.cache.commit(path, counts, rows)
+
+    def prefill(self, input_ids: Tensor, lengths: Tensor, rows: slice = slice(None)) -> NodeOutput:
+        """Run right-padded prompts [b, T] into empty rows and commit their first `lengths` [b] tokens."""
+        self.cache.reset(rows)
+        output = self.forward(input_ids, rows=rows)
+        path = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        self.commit(path, lengths, rows)
+        return output

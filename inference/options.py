@@ -1,0 +1,119 @@
+"""generate()'s own arguments: what is honoured, and what is refused by name.
+
+Built on transformers' GenerationConfig and logits warpers, so that a value means what it means there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as warpers
+
+from headsmith.heads.target import Target
+
+# Field -> the values that change nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How to decode.
+
+    Args:
+        max_new_tokens: None where `max_length` rules.
+        max_length: prompt and answer together.
+        eos: token ids that end a row.
+        pad: fills rows that ended.
+        warpers: temperature, top-k, top-p and their kin; None is greedy.
+    """
+
+    max_new_tokens: int | None
+    max_length: int | None
+    eos: tuple[int, ...]
+    pad: int
+    warpers: LogitsProcessorList | None
+
+    def new_tokens(self, prompt: int) -> int:
+        """How many tokens may follow a prompt of this many (padded) tokens."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.max_length is not None:
+            return max(self.max_length - prompt, 0)
+        return 20  # generate()'s own default
+
+
+def decoding_options(target: Target, **arguments: Any) -> DecodingOptions:
+    """Merge arguments into the target's generation config.
+
+    Raises: TypeError for an unknown argument; ValueError for one that this decoder does not honour.
+    """
+    # generate()'s own merge: what is given, then the model's generation config, then the library's defaults.
+    given = arguments.pop("generation_config", None)
+    config, unknown = target.model._prepare_generation_config(given, **arguments)
+    if unknown:
+        raise TypeError(f"generate() got arguments it does not know: {', '.join(sorted(unknown))}")
+    for name, neutral in REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise ValueError(f"{name}={value!r} is not supported by speculative decoding here; leave it out")
+    eos = config.eos_token_id
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+    pad = config.pad_token_id
+    return DecodingOptions(
+        max_new_tokens=config.max_new_tokens,
+        max_length=config.max_length,
+        eos=eos_ids,
+        pad=pad if pad is not None else (eos_ids[0] if eos_ids else 0),
+        warpers=_warpers(config) if config.do_sample else None,
+    )
+
+
+def _warpers(config: Any) -> LogitsProcessorList:
+    """transformers' own warpers, in the order generate() applies them."""
+    chosen = LogitsProcessorList()
+    if config.temperature is not None and config.temperature != 1.0:
+        chosen.append(warpers.TemperatureLogitsWarper(config.temperature))
+    if config.top_k:
+        chosen.append(warpers.TopKLogitsWarper(config.top_k))
+    if config.top_p is not None and config.top_p < 1.0:
+        chosen.append(warpers.TopPLogitsWarper(config.top_p))
+    if config.min_p is not None:
+        chosen.append(warpers.MinPLogitsWarper(config.min_p))
+    if config.typical_p is not None and config.typical_p < 1.0:
+        chosen.append(warpers.TypicalLogitsWarper(config.typical_p))
+    if config.epsilon_cutoff:
+        chosen.append(warpers.EpsilonLogitsWarper(config.epsilon_cutoff))
+    if config.eta_cutoff:
+        chosen.append(warpers.EtaLogitsWarper(config.eta_cutoff))
+    return chosen
