@@ -148,6 +148,13 @@ class RaggedTreeCache:
         """Empty these rows for other sequences."""
         self.lengths[rows] = 0
 
+    def move(self, source: int, target: int) -> None:
+        """Copy the committed tokens of row `source` over row `target`."""
+        length = int(self.lengths[source])
+        for buffer in (*self._keys, *self._values):
+            buffer[:, target, :, :length] = buffer[:, source, :, :length]
+        self.lengths[target] = length
+
     def _grow(self, used: int) -> None:
         if used <= self.slots:
             return

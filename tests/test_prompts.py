@@ -95,7 +95,7 @@ def test_the_target_can_go_on_where_a_user_begins(template, opening):
 def test_a_blank_before_the_question_is_left_to_its_first_word():
     """Many tokenizers join them: ids of the bare opening would never be seen by the target."""
     tokenizer = build_tokenizer(NO_END)
-    assert tokenizer.decode(user_turn_opening(tokenizer)) in ("user:", "user: ")
+    assert tokenizer.decode(user_turn_opening(tokenizer)) == "user:"
 
 
 def test_a_template_that_alters_the_question_is_refused():
@@ -106,6 +106,11 @@ def test_a_template_that_alters_the_question_is_refused():
         ConversationError, match=r"writes a user's text 2 times, expected once; give questions"
     ):
         user_turn_opening(tokenizer)
+
+
+def test_packaged_prompts_have_categories_and_unique_ids():
+    prompts = load_prompts("builtin")
+    assert len(prompts) >= 500 and all(prompt.category for prompt in prompts)
 
 
 @pytest.mark.parametrize(

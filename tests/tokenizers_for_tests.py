@@ -36,10 +36,10 @@ _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin|>", "<|start
 
 
 def build_tokenizer(chat_template: str | None = CHATML, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
-    """A token a byte, but for two line ends, which are one; pad is eos, as in most trainers."""
+    """A token a byte, but for two line ends and for " H", which are one; pad is eos, as in most trainers."""
     vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    vocabulary["ĊĊ"] = len(vocabulary)
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    vocabulary |= {"ĊĊ": len(vocabulary), "ĠH": len(vocabulary) + 1}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ"), ("Ġ", "H")]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(_SPECIAL))

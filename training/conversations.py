@@ -218,7 +218,8 @@ def _text(content: Any) -> str:
     """Text, null, or OpenAI's list of text parts."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else content
     if content is not None and not isinstance(content, str):
         raise Dropped("content is not text")
     return content or ""
@@ -289,11 +290,18 @@ class ChatEncoder:
     def render(self, messages: Sequence[dict[str, Any]], prompt: bool = False, tools: Any = None) -> str:
         """The template's text; `prompt` adds the opening of an answer. Raises: Dropped."""
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **self.kwargs
             )
         except (TemplateError, TypeError) as error:
             raise Dropped(f"the chat template refuses it: {str(error)[:100]}") from None
+        return str(text)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The exact text of token ids."""
+        return str(
+            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, whose special tokens the template has written already."""
@@ -398,7 +406,7 @@ class ChatEncoder:
         text = turns[-1].written
         pieces = self.tokenize([text[start:end] for start, end in pairwise(edges)])
         ids = [token for piece in pieces for token in piece]
-        if self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) != text:
+        if self.spell(ids) != text:
             raise Dropped("prompt and answer share a token, and the tokenizer does not join pieces")
         ends = np.cumsum([len(piece) for piece in pieces]).tolist()
         return ids, list(zip(ends[::2], ends[1::2]))
@@ -442,8 +450,8 @@ def load_samples(
             continue
         report.keep(encoded)
         samples += encoded.samples
-        for reason in encoded.dropped:
-            report.drop(f"part of a row: {reason}", row.where)
+        for part in encoded.dropped:
+            report.drop(f"part of a row: {part}", row.where)
     if not samples:
         names = ", ".join(str(path) for path in paths)
         raise ConversationError(f"no usable row in {names}; put right what the reasons name\n{report}")

@@ -39,7 +39,7 @@ def preview(
     legend = "green" if console.color_system else "in [[double brackets]]"
     console.print(f"What is {legend} is learned, the rest is only read.\n", markup=False)
     for sample in samples[:rows]:
-        console.rule(sample.row_id)
+        console.rule(Text(sample.row_id))
         console.print(masked_text(sample, tokenizer, *markers))
     console.rule("all rows")
     console.print(str(report), markup=False, highlight=False)
@@ -61,9 +61,8 @@ def masked_text(
     """The sample as text, learned tokens in green and between `before` and `after`."""
     text = Text()
     for learned, span in _spans(sample.loss_mask):
-        piece = tokenizer.decode(
-            sample.input_ids[span].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        ids = sample.input_ids[span].tolist()
+        piece = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         text.append(f"{before}{piece}{after}" if learned else piece, "bold green" if learned else "dim")
     return text
 

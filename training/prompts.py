@@ -162,7 +162,7 @@ def user_turn_opening(
     opening, closing = pieces
     columns = zip(*encoder.tokenize([opening, *(opening + words + closing for words in _OPENERS)]))
     shared = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-    spelled = tokenizer.decode(shared, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    spelled = encoder.spell(shared)
     if not shared or spelled.strip() != opening.strip():
         raise ConversationError(
             f"the opening of a user turn is {opening!r}, but its own tokens spell {spelled!r}; "

@@ -53,7 +53,8 @@ class HeadPath:
     def __call__(self, feature: Tensor) -> Tensor:
         lead = feature.shape[:-1]
         flat = feature.reshape(1, -1, feature.shape[-1])
-        return self._clone(inputs_embeds=flat, use_cache=False).logits.view(*lead, -1)
+        logits = self._clone(inputs_embeds=flat, use_cache=False).logits
+        return logits.view(*lead, logits.shape[-1])
 
 
 def _reduced(head: nn.Module, rows: Tensor) -> Linear:

@@ -103,6 +103,15 @@ class Target:
             self._heads[key] = (rows, HeadPath(self.model, rows))
         return self._heads[key][1]
 
+    def head_weight(self, rows: Tensor | None = None) -> Tensor:
+        """[V, H] (or the chosen rows of) the weight of the language-model head."""
+        weight = cast(Any, self.model).get_output_embeddings().weight.detach()
+        return weight if rows is None else weight[rows.to(weight.device)]
+
+    def teacher(self, draft_ids: Tensor | None = None) -> FrozenTeacher:
+        """What trained drafters see of this target."""
+        return FrozenTeacher(self, draft_ids)
+
     def logits(self, feature: Tensor) -> Tensor:
         """[..., H] features after the final norm -> [..., V]."""
         return self.head()(feature)
