@@ -28,6 +28,7 @@ class Span:
 
     Args:
         rows: the rows that take part, as a slice so that buffers are views.
+        index: [b, 1] their numbers within that slice.
         slots: [b, N] slot of each new node.
         start: the first slot if it is the same for all rows (a plain copy then does), else None.
         used: how many slots of the buffers are looked at.
@@ -35,6 +36,7 @@ class Span:
     """
 
     rows: slice
+    index: Tensor
     slots: Tensor
     start: int | None
     used: int
@@ -94,7 +96,7 @@ class RaggedTreeCache:
         used = max(values) + before + nodes
         self._grow(used)
         slots = (lengths + before)[:, None] + torch.arange(nodes, device=lengths.device)
-        return Span(rows, slots, first, used, before)
+        return Span(rows, _numbers(lengths), slots, first, used, before)
 
     def update(self, layer: int, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Write [b, heads, N, D] keys and values; return everything the rows hold, [b, heads, span.used, D]."""
@@ -104,8 +106,8 @@ class RaggedTreeCache:
             if span.start is not None:
                 buffer.narrow(2, span.start, new.shape[2]).copy_(new)
             else:
-                where = span.slots[:, None, :, None].expand(new.shape)
-                buffer.scatter_(2, where, new)
+                # Not scatter_: on CPU it copies the whole buffer.
+                buffer.transpose(1, 2)[span.index, span.slots] = new.transpose(1, 2)
         return stored[0][:, :, : span.used], stored[1][:, :, : span.used]
 
     def mask(self, span: Span, ancestors: Tensor | None) -> Tensor:
@@ -137,11 +139,10 @@ class RaggedTreeCache:
         if bool(moved.any()):
             source = lengths[:, None] + torch.where(steps < counts[:, None], path, steps)
             target = lengths[:, None] + steps
+            index = _numbers(lengths)
             for buffer in (*self._keys, *self._values):
-                view = buffer[:, rows]
-                shape = (view.shape[0], view.shape[1], view.shape[2], path.shape[1], view.shape[4])
-                kept = view.gather(3, source[None, :, None, :, None].expand(shape))
-                view.scatter_(3, target[None, :, None, :, None].expand(shape), kept)
+                view = buffer[:, rows].transpose(2, 3)
+                view[:, index, target] = view[:, index, source]
         self.lengths[rows] = lengths + counts
 
     def reset(self, rows: slice) -> None:
@@ -167,3 +168,8 @@ class RaggedTreeCache:
 
         self._keys = [larger(buffer) for buffer in self._keys]
         self._values = [larger(buffer) for buffer in self._values]
+
+
+def _numbers(lengths: Tensor) -> Tensor:
+    """[b, 1] 0 to b - 1, to index rows beside their slots."""
+    return torch.arange(lengths.shape[0], device=lengths.device)[:, None]

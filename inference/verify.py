@@ -294,5 +294,5 @@ def _check_draw_order(tree: DraftTree, order: Tensor) -> None:
         row, node = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"draw_order at row {row}, node {node} is {int(order[row, node])}, but its siblings do not fill "
-            "the ranks before it; dropping a sampled child is not lossless: keep all draws or fix the children"
+            "the ranks before it; dropping a sampled child is not lossless: keep all draws or fix children"
         )

@@ -1,6 +1,6 @@
 """Exact laws of short emitted sequences, and the chi-square tests that hold samples against them.
 
-V vocabulary, L tokens a sequence, R runs. A law is a [V**L] tensor over sequences, the first token most significant.
+V vocabulary, L tokens a sequence, R runs. A law is [V**L] over sequences, the first token most significant.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chi_square_power(law: Tensor, biased: Tensor, runs: int, significance: float
 
 
 def _pools(expected: Tensor, least: float = 5.0) -> Tensor:
-    """Number the pools of cells: rare cells together until each pool expects `least`; -1 for impossible cells."""
+    """Number the pools of cells: rare cells together until each pool expects `least`; -1 if impossible."""
     pool = torch.full(expected.shape, -1)
     number, filled = 0, 0.0
     for cell in expected.argsort().tolist():

@@ -1,7 +1,7 @@
 """Samples in, padded batches with target features out: online each time, or kept in memory.
 
-A plan of batches is a pure function of (samples, seed, epoch), the same on every rank, so a run can go on from
-any place in it and the tokens of a step are known on all ranks before it is run.
+A plan of batches is a pure function of (samples, seed, epoch), the same on every rank, so a run can go on
+from any place in it, and the tokens of a step are known on all ranks before it is run.
 
 B rows, T tokens, C captured layers, H hidden.
 """

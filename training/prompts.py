@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from headsmith.training.conversations import (
 from transformers import PreTrainedTokenizerBase
 
 BUILTIN = "builtin"
+# Packaged sources by name. The questions are for measuring: no target is ever asked them to make training data.
+PACKAGED = {BUILTIN: "prompts.jsonl", "questions": "questions.jsonl"}
 _SENTINEL = "headsmithsentinel"
 _OPENERS = ("Hello there", "What is it", "3 of them", "Écris", "(a)")  # no two begin alike
 _MAX_CHARACTERS = 4000  # a longer question is a target that has lost its way
@@ -54,14 +56,14 @@ class Prompt:
 
 
 def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read the questions of a JSONL file, or the packaged ones (`builtin`).
+    """Read the questions of a JSONL file, or a packaged set: `builtin` to train on, `questions` to measure with.
 
     Repeated prompts and rows that cannot be used are left out, and logged by reason.
 
     Raises: ConversationError: missing file, a line that is not JSON, two questions under one id, no question.
     """
-    if str(source) == BUILTIN:
-        with as_file(files("headsmith.recipes") / "prompts.jsonl") as path:
+    if (name := PACKAGED.get(str(source))) is not None:
+        with as_file(files("headsmith.recipes") / name) as path:
             return _load(path, limit)
     return _load(Path(source), limit)
 
@@ -185,3 +187,14 @@ def parse_synthesised(text: str) -> list[dict[str, Any]] | None:
     if "<|" in text or len(text) > _MAX_CHARACTERS or repeats:
         return None
     return [{"role": "user", "content": text}]
+
+
+def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """At most `limit` prompts, taken from the categories in turn; all of them, in order, if None."""
+    if limit is None:
+        return list(prompts)
+    groups: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        groups[prompt.category].append(prompt)
+    turns = zip_longest(*groups.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:limit]

@@ -51,7 +51,7 @@ class Finished:
     reason: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     request: Request
     uniforms: Tensor
@@ -131,7 +131,7 @@ class Slots:
         return ended
 
     def _close_gaps(self) -> list[_Row]:
-        """Move the last rows into slots that nobody refilled: copying one row is far less than a step with it."""
+        """Move the last rows into slots that nobody refilled: copying a row costs far less than its step."""
         while None in self._rows:
             last = self._rows.pop()
             if last is not None:
@@ -175,7 +175,7 @@ def _choose(rows: Sequence[_Row], logits: Tensor) -> Tensor:
 def draw(mass: Tensor, uniforms: Tensor) -> Tensor:
     """Draw a token [n] from each row of mass [n, V], which need not sum to 1; uniforms [n, 2] in [0, 1).
 
-    First a block of the vocabulary, then a token in it: a sum over V is much quicker than a running sum over V.
+    First a block of the vocabulary, then a token in it: a sum over V is much quicker than a running one.
     """
     mass = F.pad(mass, (0, -mass.shape[1] % _BLOCK))
     blocks = mass.view(mass.shape[0], -1, _BLOCK)
@@ -185,7 +185,7 @@ def draw(mass: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def nucleus(mass: Tensor, top_p: Tensor) -> Tensor:
-    """Keep of each row of mass [n, V] the fewest likeliest tokens whose share reaches top_p [n]; 0 elsewhere."""
+    """Keep of each row of mass [n, V] the fewest likeliest tokens whose share reaches top_p [n]; else 0."""
     wanted = top_p * mass.sum(-1)
     for size in (min(_NUCLEUS, mass.shape[1]), mass.shape[1]):
         top = mass.topk(size)

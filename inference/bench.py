@@ -1,0 +1,253 @@
+"""How much faster: every method over the same questions in one run, taking turns, with both baselines.
+
+`generate` is transformers' own loop, `plain` the same engine without a drafter: what a faster forward brings must not
+be sold as speculation.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headsmith.heads.drafter import Drafter
+from headsmith.heads.target import Target
+
+from .calibrate import RoundCosts, round_costs
+from .decoder import SpeculativeDecoder
+from .stats import DecodeStats
+from .trees import TreeBuilder, make_tree
+
+GENERATE, PLAIN = "generate", "plain"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt of a benchmark, as token ids [1, T]."""
+
+    id: str
+    category: str
+    input_ids: Tensor
+
+
+@dataclass
+class Answer:
+    """What one method said to one question."""
+
+    seconds: float
+    tokens: list[int]
+    stats: DecodeStats | None = None
+
+
+@dataclass
+class Method:
+    """A way of decoding: `run` answers a prompt and times itself."""
+
+    name: str
+    tree: str
+    run: Callable[[Tensor], Answer]
+    costs: RoundCosts | None = None
+    answers: list[Answer] = field(default_factory=list)
+
+
+@dataclass
+class Setting:
+    """What all methods of a run share."""
+
+    target: Target
+    new_tokens: int = 64
+    forward: Any = "auto"
+
+
+def generate_method(setting: Setting, **arguments: Any) -> Method:
+    """transformers' own generate(), greedy."""
+
+    def run(ids: Tensor) -> Answer:
+        start = time.perf_counter()
+        out = setting.target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=setting.new_tokens,
+            do_sample=False,
+            **arguments,
+        )
+        return Answer(time.perf_counter() - start, out[0, ids.shape[1] :].tolist())
+
+    name = f"{GENERATE}+lookup" if arguments else GENERATE
+    return Method(name, "-", run)
+
+
+def decoder_method(
+    setting: Setting, name: str, drafter: Drafter | None, tree: str | TreeBuilder, measure: bool = True
+) -> Method:
+    """Our decoder with a drafter and a tree, or without (the plain loop)."""
+    decoder = SpeculativeDecoder(setting.target, drafter, tree=tree, forward=setting.forward)
+
+    def run(ids: Tensor) -> Answer:
+        start = time.perf_counter()
+        out = decoder.generate(ids, max_new_tokens=setting.new_tokens, do_sample=False)
+        return Answer(time.perf_counter() - start, out.sequences[0, ids.shape[1] :].tolist(), out.stats)
+
+    costs = None
+    if drafter is not None and measure:
+        costs = round_costs(setting.target, drafter, make_tree(tree), forward=setting.forward)
+    return Method(name, tree if isinstance(tree, str) and drafter else decoder.tree_name, run, costs)
+
+
+def run_benchmark(
+    setting: Setting,
+    methods: Sequence[Method],
+    questions: Sequence[Question],
+    progress: Callable[[Question], None] = lambda question: None,
+) -> dict[str, Any]:
+    """Ask every method every question, the methods taking turns, after one question to warm up.
+
+    Args: methods: the first two are the baselines `generate` and `plain`.
+    Returns: what `--json` writes.
+    Raises: ValueError without questions.
+    """
+    if not questions:
+        raise ValueError("there is no question to ask; give a file with at least one")
+    for method in methods:
+        method.run(questions[0].input_ids)
+    for index, question in enumerate(questions):
+        progress(question)
+        # Another method begins each time, so that none always follows the same neighbour.
+        for method in (*methods[index % len(methods) :], *methods[: index % len(methods)]):
+            method.answers.append(method.run(question.input_ids))
+    by_name = {method.name: method for method in methods}
+    return {
+        "machine": machine(setting),
+        "questions": len(questions),
+        "new_tokens": setting.new_tokens,
+        "methods": [summary(setting, m, by_name[GENERATE], by_name[PLAIN], questions) for m in methods],
+    }
+
+
+def summary(
+    setting: Setting, method: Method, generate: Method, plain: Method, questions: Sequence[Question]
+) -> dict[str, Any]:
+    """One method's figures over all questions."""
+    stats = merged(method.answers)
+    tau = stats.acceptance_length if stats else None
+    plain_tau = method is plain or stats is None
+    return {
+        "name": method.name,
+        "tree": method.tree,
+        "seconds": round(sum(a.seconds for a in method.answers), 3),
+        "tokens": sum(len(a.tokens) for a in method.answers),
+        "tokens_per_second": round(1 / seconds_per_token(method.answers), 2),
+        "tau": None if tau is None else round(tau, 3),
+        "accepted": stats.accepted if stats else None,
+        "verify_forwards": stats.forwards if stats else None,
+        "ratio_generate": ratio(generate.answers, method.answers),
+        "ratio_plain": ratio(plain.answers, method.answers),
+        "median_ratio_generate": median_ratio(generate.answers, method.answers),
+        "median_ratio_plain": median_ratio(plain.answers, method.answers),
+        "predicted_ratio": None if plain_tau or not method.costs else round(method.costs.predicted_ratio(tau or 1), 3),
+        "round_ms": None
+        if not method.costs
+        else {k: round(1e3 * v, 2) for k, v in vars(method.costs).items()},
+        "identical": sum(a.tokens == b.tokens for a, b in zip(method.answers, plain.answers)),
+        "differences": differences(setting, method, plain, questions),
+        "by_category": by_category(method, plain, questions),
+        "by_depth": [] if not stats else conditional(stats),
+    }
+
+
+def ratio(baseline: Sequence[Answer], answers: Sequence[Answer]) -> float:
+    """How many times less a token costs than in the baseline."""
+    return round(seconds_per_token(baseline) / seconds_per_token(answers), 3)
+
+
+def median_ratio(baseline: Sequence[Answer], answers: Sequence[Answer]) -> float:
+    """The same question by question, and the median of it: one slow moment of the machine does not count."""
+    pairs = [seconds_per_token([b]) / seconds_per_token([a]) for b, a in zip(baseline, answers)]
+    return round(statistics.median(pairs), 3)
+
+
+def seconds_per_token(answers: Sequence[Answer]) -> float:
+    return sum(a.seconds for a in answers) / max(sum(len(a.tokens) for a in answers), 1)
+
+
+def merged(answers: Sequence[Answer]) -> DecodeStats | None:
+    found = [a.stats for a in answers if a.stats is not None]
+    if not found:
+        return None
+    total = DecodeStats(found[0].tree, 0, found[0].depth)
+    for stats in found:
+        total.merge(stats)
+    return total
+
+
+def conditional(stats: DecodeStats) -> list[float]:
+    """By level: how often a draft token was accepted where the one above it was."""
+    before = [stats.row_forwards, *stats.accepted_at[:-1]]
+    return [round(now / last, 3) if last else 0.0 for now, last in zip(stats.accepted_at, before)]
+
+
+def by_category(method: Method, plain: Method, questions: Sequence[Question]) -> dict[str, dict[str, float | None]]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, question in enumerate(questions):
+        groups[question.category].append(index)
+    result = {}
+    for name, indices in groups.items():
+        answers = [method.answers[i] for i in indices]
+        stats = merged(answers)
+        result[name] = {
+            "questions": len(indices),
+            "ratio_plain": ratio([plain.answers[i] for i in indices], answers),
+            "tau": round(stats.acceptance_length, 3) if stats and stats.row_forwards else None,
+        }
+    return result
+
+
+def differences(
+    setting: Setting, method: Method, plain: Method, questions: Sequence[Question]
+) -> list[dict[str, Any]]:
+    """Where a method's text leaves plain decoding: the place, and the margin of the target's logits there."""
+    found = []
+    for question, ours, theirs in zip(questions, method.answers, plain.answers):
+        if ours.tokens == theirs.tokens:
+            continue
+        pairs = zip(ours.tokens, theirs.tokens)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours.tokens), len(theirs.tokens)))
+        margin = None
+        if place < min(len(ours.tokens), len(theirs.tokens)):
+            prefix = torch.tensor([theirs.tokens[:place]], dtype=torch.long, device=question.input_ids.device)
+            margin = _margin(
+                setting.target, torch.cat((question.input_ids, prefix), 1), theirs.tokens[place], ours.tokens[place]
+            )
+        found.append({"id": question.id, "token": place, "logit_margin": margin})
+    return found
+
+
+@torch.inference_mode()
+def _margin(target: Target, ids: Tensor, expected: int, found: int) -> float:
+    logits = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    return round(float(logits[expected] - logits[found]), 4)
+
+
+def machine(setting: Setting) -> dict[str, Any]:
+    """What the figures were measured with."""
+    from .engine import choose_forward
+
+    forward = choose_forward(setting.target, setting.forward)
+    return {
+        "device": str(setting.target.device),
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(setting.target.dtype).removeprefix("torch."),
+        "target": setting.target.name,
+        "forward": forward.name,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("headsmith", "torch", "transformers")},
+    }

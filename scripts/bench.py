@@ -1,0 +1,105 @@
+"""headsmith bench --target T --heads DIR --questions FILE.jsonl"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .common import open_target, target_options
+
+
+@click.command("bench")
+@target_options
+@click.option("--heads", multiple=True, help="Heads folder or training run; may be given several times.")
+@click.option(
+    "--questions",
+    default="questions",
+    show_default=True,
+    help="JSONL of messages or turns, or the packaged held-out 'questions'.",
+)
+@click.option("--limit", type=int, help="Ask this many, spread over all categories.")
+@click.option("--new-tokens", default=64, show_default=True)
+@click.option("--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, dynamic]")
+@click.option("--forward", default="auto", show_default=True, help="auto, lean or generic.")
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
+def command(
+    target_name: str,
+    dtype: str,
+    threads: int | None,
+    any_target: bool,
+    trust_remote_code: bool,
+    heads: tuple[str, ...],
+    questions: str,
+    limit: int | None,
+    new_tokens: int,
+    trees: tuple[str, ...],
+    forward: str,
+    output: Path | None,
+) -> None:
+    """Measure generate(), the plain loop of the same engine, prompt lookup and heads on the same questions.
+
+    The methods take turns on every question. Ratios below 1 are slower, and are printed as they are.
+    """
+    from headsmith.heads import build_drafter, load_drafter
+    from headsmith.inference import bench
+    from headsmith.training.prompts import load_prompts, spread
+
+    target = open_target(target_name, dtype, threads, trust_remote_code)
+    setting = bench.Setting(target, new_tokens, forward)
+    methods = [
+        bench.generate_method(setting),
+        bench.decoder_method(setting, bench.PLAIN, None, "chain"),
+        bench.generate_method(setting, prompt_lookup_num_tokens=8),
+        bench.decoder_method(setting, "prompt_lookup", build_drafter("prompt_lookup", target), "chain:depth=3"),
+    ]
+    for folder in heads:
+        drafter = load_drafter(folder, target, any_target)
+        for tree in trees or ("chain:depth=3", "dynamic"):
+            methods.append(bench.decoder_method(setting, drafter.method, drafter, tree))
+    asked = [_question(target, prompt) for prompt in spread(load_prompts(questions), limit)]
+    result = bench.run_benchmark(
+        setting, methods, asked, lambda question: click.echo(f"\r{question.id:<40}", nl=False, err=True)
+    )
+    click.echo("\r" + " " * 40 + "\r", nl=False, err=True)
+    _print(result)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _question(target: Any, prompt: Any) -> Any:
+    from headsmith.inference.bench import Question
+
+    encoded = target.tokenizer.apply_chat_template(
+        prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return Question(prompt.id, prompt.category, encoded["input_ids"].to(target.device))
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    machine = result["machine"]
+    title = (
+        f"{result['questions']} questions, {result['new_tokens']} new tokens, {machine['dtype']}, "
+        f"{machine['threads']} threads, {machine['forward']} forward"
+    )
+    table = Table(title=title)
+    for column in ("method", "tree", "tokens/s", "τ", "× generate", "× plain", "predicted", "identical"):
+        table.add_column(column, justify="left" if column in ("method", "tree") else "right")
+    for method in result["methods"]:
+        table.add_row(
+            method["name"],
+            method["tree"],
+            f"{method['tokens_per_second']:.1f}",
+            "-" if method["tau"] is None else f"{method['tau']:.2f}",
+            f"{method['ratio_generate']:.2f}",
+            f"{method['ratio_plain']:.2f}",
+            "-" if method["predicted_ratio"] is None else f"{method['predicted_ratio']:.2f}",
+            f"{method['identical']}/{result['questions']}",
+        )
+    Console().print(table)

@@ -1,0 +1,18 @@
+"""headsmith preview RECIPE [key=value …]"""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("preview")
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[key=value]…")
+@click.option("--rows", default=3, show_default=True, help="Conversations shown.")
+def command(recipe: str, overrides: tuple[str, ...], rows: int) -> None:
+    """Show what RECIPE trains on: masked text, rows dropped by reason, lengths, disk for cached features."""
+    from headsmith.training.preview import preview
+    from headsmith.training.recipe import load_recipe
+    from rich.console import Console
+
+    preview(load_recipe(recipe, overrides), Console(), rows)

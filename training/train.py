@@ -1,0 +1,380 @@
+"""Train draft heads for a target.
+
+    accelerate launch -m headsmith.training.train RECIPE [key=value ...]
+    python -m headsmith.training.train RECIPE [key=value ...]
+
+A finished run leaves in OUTPUT_DIR: heads/ (native format), evaluation.json, log.jsonl, checkpoints/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, gather_object, set_seed
+from headsmith.heads import Target, build_drafter, load_drafter
+from headsmith.heads.checkpoint import CheckpointError
+from headsmith.heads.drafter import Teacher
+from headsmith.heads.target import FrozenTeacher
+from headsmith.training.conversations import (
+    ConversationError,
+    Sample,
+    hold_out,
+    load_samples,
+    template_fingerprint,
+)
+from headsmith.training.ema import EMA
+from headsmith.training.evaluate import decoded, held_out_prompts, report, teacher_forced
+from headsmith.training.features import Batches, FeatureMemoryError, OnlineFeatures, make_features
+from headsmith.training.loop import Interrupted, NonFiniteLossError, Run, fit, save
+from headsmith.training.recipe import Recipe, RecipeError, load_recipe
+from headsmith.training.state import Checkpoints, TrainState, data_fingerprint, run_identity
+from headsmith.training.tracking import Tracker, Window, check_tracker
+from torch import Tensor, nn
+
+INTERRUPTED = 130  # exit code of a process that ended on SIGINT
+
+
+class LaunchError(RuntimeError):
+    """The processes were not launched as they were meant to be."""
+
+
+EXPECTED_ERRORS = (
+    RecipeError,
+    ConversationError,
+    CheckpointError,
+    FeatureMemoryError,
+    NonFiniteLossError,
+    LaunchError,
+    FileNotFoundError,
+)
+
+
+def train(recipe: Recipe, target: Target | None = None) -> Path:
+    """Train, evaluate and save the heads that a recipe describes.
+
+    Args:
+        target: the target, where it is loaded already; its tokenizer is needed.
+    Returns: the folder of the heads.
+    Raises: one of EXPECTED_ERRORS with what to do about it; Interrupted once a stopped run is saved.
+    """
+    if recipe.train.threads is not None:
+        torch.set_num_threads(recipe.train.threads)
+    accelerator = make_accelerator(recipe)
+    try:
+        set_seed(recipe.seed)
+        target = target or load_target(recipe, accelerator)
+        session = set_up(recipe, accelerator, target)
+        try:
+            fit(session.run)
+            save(session.run)
+            return finish(session)
+        finally:
+            session.run.tracker.close()
+    finally:
+        accelerator.end_training()  # destroys the process group, so it comes last
+        AcceleratorState._reset_state(reset_partial_state=True)  # a later run may want another precision
+
+
+def make_accelerator(recipe: Recipe) -> Accelerator:
+    """Accelerate for this machine. Raises: LaunchError, RecipeError."""
+    on_cpu = not torch.cuda.is_available()
+    precision = recipe.train.mixed_precision or "no"
+    if on_cpu and precision == "fp16":
+        raise RecipeError("train.mixed_precision is fp16, which needs a GPU; set it to bf16 or null")
+    tracker = recipe.train.tracker
+    check_tracker(tracker)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision=precision,
+        gradient_accumulation_steps=recipe.train.accumulation,
+        log_with=None if tracker == "none" else tracker,
+        project_dir=recipe.output_dir,
+    )
+    check_launch(accelerator)
+    if tracker != "none":
+        accelerator.init_trackers("headsmith", config=flattened(asdict(recipe)))
+    return accelerator
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Several launch options start other processes than were asked for, without a word.
+
+    Raises: LaunchError.
+    """
+    # The launcher names a meeting point for several processes even where it then starts one only.
+    wanted = os.environ.get("WORLD_SIZE", "2 or more" if "MASTER_ADDR" in os.environ else "1")
+    if str(accelerator.num_processes) != wanted:
+        raise LaunchError(
+            f"Accelerate runs {accelerator.num_processes} process(es), {wanted} were launched; "
+            "for several on CPU use a config file with distributed_type: MULTI_GPU and num_processes, not --cpu"
+        )
+    kind = accelerator.distributed_type
+    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+        raise LaunchError(
+            f"the launch config asks for {kind.value}, expected NO or MULTI_GPU: heads are small and each "
+            "process trains a replica of them; for a large target set device_map=auto"
+        )
+
+
+def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
+    """Load the frozen target onto this process's device. Raises: RecipeError, FileNotFoundError."""
+    device_map: Any = recipe.device_map
+    if device_map is None and accelerator.device.type != "cpu":
+        device_map = {"": accelerator.device}
+    try:
+        return Target.from_pretrained(
+            recipe.target,
+            dtype=recipe.dtype,
+            device_map=device_map,
+            attn_implementation=recipe.attn_implementation,
+            trust_remote_code=recipe.trust_remote_code,
+        )
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # transformers' own message says what is missing
+        raise RecipeError(f"the target {recipe.target!r} cannot be loaded: {error}") from error
+
+
+@dataclass
+class Data:
+    """Conversations of a run.
+
+    Args:
+        train, held_out: samples.
+        prompts: [T] held-out prompts to decode.
+        summary: what became of the rows.
+    """
+
+    train: list[Sample]
+    held_out: list[Sample]
+    prompts: list[Tensor]
+    summary: str
+
+
+@dataclass
+class Session:
+    """A run, and what is needed to finish it: the drafter inside Accelerate's wrapper, the target, the data."""
+
+    run: Run
+    drafter: nn.Module
+    target: Target
+    data: Data
+
+
+def load_data(recipe: Recipe, target: Target) -> Data:
+    """Read, encode and split the conversations. Raises: ConversationError."""
+    paths, tokenizer, section = recipe.train_paths, target.tokenizer, recipe.data
+    samples, summary = load_samples(paths, tokenizer, section)
+    if section.eval is None:
+        samples, held_out = hold_out(samples, section)
+    else:
+        paths = [Path(section.eval)]
+        held_out = first_rows(load_samples(paths, tokenizer, section)[0], section.eval_limit)
+    answers = held_out
+    if section.train_on == "all":  # where the answers begin is then not in the masks
+        rows = {sample.row_id for sample in held_out}
+        encoded, _ = load_samples(paths, tokenizer, replace(section, train_on="answers"))
+        answers = [sample for sample in encoded if sample.row_id in rows]
+    return Data(samples, held_out, held_out_prompts(answers, recipe.evaluate.prompts), str(summary))
+
+
+def first_rows(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
+    """The samples of the first `limit` conversations."""
+    chosen = set(list(dict.fromkeys(sample.row_id for sample in samples))[:limit])
+    return [sample for sample in samples if sample.row_id in chosen]
+
+
+def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
+    """Build all that the loop works on; go on from the newest checkpoint where the recipe says resume."""
+    data = load_data(recipe, target)
+    fingerprint = data_fingerprint(data.train)
+    check_same_data(fingerprint)
+    drafter = new_drafter(recipe, target).to(accelerator.device)
+    ema = EMA(drafter, recipe.train.ema)
+    wrapped, optimizer = accelerator.prepare(drafter, make_optimizer(drafter, recipe))
+    state, window = TrainState(), Window(accelerator)
+    accelerator.register_for_checkpointing(state, window, ema)
+    identity = run_identity(recipe, target.fingerprint, fingerprint, accelerator.num_processes)
+    checkpoints = Checkpoints(accelerator, recipe, identity)
+    if newest := checkpoints.prepare():
+        checkpoints.restore(newest)
+    tracker = Tracker(accelerator, recipe, state.step)
+    tracker.say(data.summary)
+    if recipe.resume:
+        tracker.say(
+            f"going on from {newest}" if newest else f"no checkpoint in {checkpoints.root}: starting anew"
+        )
+    # Only now: the checkpoint's draft vocabulary counts, not one made for this call.
+    teacher = FrozenTeacher(target, drafter.draft_ids)
+    evaluate = evaluation(recipe, accelerator, drafter, target, data, ema, teacher)
+    features = make_features(
+        recipe.train.features, target, data.train, drafter.needs, local_processes(accelerator)
+    )
+    batches = make_batches(recipe, accelerator, data.train)
+    run = Run(
+        recipe, accelerator, wrapped, optimizer, teacher, batches, features,
+        ema, checkpoints, tracker, evaluate, state, window,
+    )  # fmt: skip
+    return Session(run, drafter, target, data)
+
+
+def new_drafter(recipe: Recipe, target: Target) -> Any:
+    """An untrained drafter with fp32 weights: small steps would be lost in bf16. Raises: RecipeError."""
+    try:
+        drafter = build_drafter(recipe.drafter.method, target, **recipe.drafter.options)
+    except ValueError as error:
+        raise RecipeError(f"drafter: {error}") from error
+    if not isinstance(drafter, nn.Module):
+        raise RecipeError(
+            f"drafter.method is {recipe.drafter.method}, which has no weights and needs no training"
+        )
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return drafter
+
+
+def make_optimizer(drafter: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW over the drafter's trainable parameters; only matrices decay."""
+    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+    others = [parameter for parameter in trainable if parameter.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.train.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    fused = trainable[0].device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, fused=fused)
+
+
+def make_batches(recipe: Recipe, accelerator: Accelerator, samples: Sequence[Sample]) -> Batches:
+    """This process's share of the samples."""
+    return Batches(
+        samples,
+        recipe.train.batch_tokens,
+        recipe.seed,
+        accelerator.process_index,
+        accelerator.num_processes,
+        recipe.train.accumulation,
+    )
+
+
+def local_processes(accelerator: Accelerator) -> int:
+    """Processes on this machine, each with memory of its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+
+
+def check_same_data(fingerprint: str) -> None:
+    """All processes plan their batches for themselves, so they have to read the same. Raises: LaunchError."""
+    found = sorted(set(gather_object([fingerprint])))
+    if len(found) > 1:
+        raise LaunchError(
+            f"the processes read different training data (fingerprints {', '.join(found)}), "
+            "expected the same; give each machine the same files"
+        )
+
+
+def evaluation(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    drafter: nn.Module,
+    target: Target,
+    data: Data,
+    ema: EMA,
+    teacher: Teacher,
+) -> Callable[[], dict[str, Any]]:
+    """A function that compares the averaged weights with the target on held-out text."""
+    if not data.held_out:
+        return dict
+    batches = make_batches(recipe, accelerator, data.held_out)
+    features = OnlineFeatures(target, data.held_out, cast(Any, drafter).needs)
+
+    def evaluate() -> dict[str, Any]:
+        with ema.applied():
+            return teacher_forced(drafter, batches, features, teacher, accelerator)
+
+    return evaluate
+
+
+def finish(session: Session) -> Path:
+    """Save the heads, evaluate them, and decode with what was saved. Returns the heads' folder."""
+    run, recipe, target = session.run, session.run.recipe, session.target
+    output = Path(recipe.output_dir)
+    heads = output / "heads"
+    forced = run.evaluate()
+    if run.accelerator.is_main_process:
+        with run.ema.applied():
+            cast(Any, session.drafter).save_pretrained(heads)
+        (heads / "training.json").write_text(json.dumps(training_record(session), indent=2) + "\n")
+        run.tracker.say(f"heads saved to {heads}")
+        real = decoded(
+            target,
+            load_drafter(heads, target),
+            session.data.prompts,
+            recipe.evaluate.tree,
+            recipe.evaluate.new_tokens,
+        )
+        report(output / "evaluation.json", run.tracker.console, forced, real)
+    run.accelerator.wait_for_everyone()
+    return heads
+
+
+def training_record(session: Session) -> dict[str, Any]:
+    """What the heads were trained from."""
+    recipe, target, state = session.run.recipe, session.target, session.run.state
+    return {
+        "headsmith": version("headsmith"),
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "template_fingerprint": template_fingerprint(target.tokenizer, recipe.data.chat_template_kwargs),
+        "data_fingerprint": session.run.checkpoints.identity["data"],
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": round(state.seconds, 1),
+        "recipe": asdict(recipe),
+    }
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{train: {lr: 1}} -> {"train.lr": 1}; trackers want numbers and strings."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, int | float | str) else str(value)
+    return flat
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, 2 for an error the user can mend, 130 if interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m headsmith.training.train", description="Train draft heads."
+    )
+    parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.minutes=5 or seed=1")
+    given = parser.parse_args(arguments)
+    try:
+        train(load_recipe(given.recipe, given.overrides))
+    except EXPECTED_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (Interrupted, KeyboardInterrupt) as error:
+        print(f"interrupted: {error}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
