@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 256  # slots by which the buffers grow
+BLOCK = 64  # the buffers hold a multiple of this many slots once they have grown
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RaggedTreeCache:
         self._place: list[tuple[int, int]] = []
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        slots = -(-max(capacity, 1) // BLOCK) * BLOCK
+        slots = max(capacity, 1)
         shapes = list(dict.fromkeys(layers))
         for shape in shapes:
             count = layers.count(shape)

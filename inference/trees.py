@@ -91,9 +91,8 @@ class FixedTree:
             ids, scores = grown.children(proposal, width, generator, [index[p] for p in source])
             for path in level:
                 place = source[path[:-1]]
-                index[path] = grown.add(
-                    ids[:, place, path[-1]], scores[:, place, path[-1]] > -torch.inf, index[path[:-1]], depth + 1
-                )
+                valid = scores[:, place, path[-1]] > -torch.inf
+                index[path] = grown.add(ids[:, place, path[-1]], valid, index[path[:-1]], path)
             following = self._levels[depth + 1] if depth + 1 < min(self.depth, drafter.max_depth) else []
             inner = list(dict.fromkeys(path[:-1] for path in following))
             if not inner:
@@ -221,7 +220,7 @@ class _Growing:
     def __init__(self, root: Tensor, active: Tensor, draft_ids: Tensor | None, sampled: bool) -> None:
         self.draft_ids, self.active = draft_ids, active
         self.tokens, self.valid = [root], [active]
-        self.parents, self.depth = [-1], [0]
+        self.parents, self.depth, self.ranks = [-1], [0], [0]
         self.q: dict[int, Tensor] | None = {} if sampled else None
 
     def children(
@@ -240,11 +239,12 @@ class _Growing:
         scores = probabilities.gather(-1, drawn).log()
         return _pad(_to_tokens(drawn, self.draft_ids), scores, width)
 
-    def add(self, tokens: Tensor, valid: Tensor, parent: int, depth: int) -> int:
+    def add(self, tokens: Tensor, valid: Tensor, parent: int, path: tuple[int, ...]) -> int:
         self.tokens.append(tokens)
         self.valid.append(valid & self.valid[parent])
         self.parents.append(parent)
-        self.depth.append(depth)
+        self.depth.append(len(path))
+        self.ranks.append(path[-1])
         return len(self.tokens) - 1
 
     def columns(self, index: list[int]) -> tuple[Tensor, Tensor]:
@@ -254,6 +254,7 @@ class _Growing:
         tokens, valid = torch.stack(self.tokens, 1), torch.stack(self.valid, 1)
         parents = torch.tensor(self.parents, device=tokens.device).expand_as(tokens)
         depth = torch.tensor(self.depth, device=tokens.device).expand_as(tokens)
+        ranks = torch.tensor(self.ranks, device=tokens.device).expand_as(tokens)
         # Real nodes move to the front in their order, so that a row is described by its count.
         order = (~valid).long().sort(dim=1, stable=True).indices
         place = order.argsort(dim=1)
@@ -271,7 +272,7 @@ class _Growing:
             counts=valid.sum(1),
             q=q,
             draft_ids=self.draft_ids,
-            draw_order=None if q is None else torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
+            draw_order=None if q is None else ranks.gather(1, order),
         )
 
     @staticmethod

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -39,9 +40,8 @@ PROMPTS = [
 def target(family="llama", positions=512, eos="e.tz", template=CHATML) -> Target:
     """A tiny target that writes plain letters, some of which end its turn."""
     tokenizer = build_tokenizer(template)
-    model = tiny_target(
-        family, vocab_size=len(tokenizer), max_position_embeddings=positions, tie_word_embeddings=False
-    ).model
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": positions}
+    model = deepcopy(tiny_target(family, **sizes, tie_word_embeddings=False).model)
     letters = tokenizer("".join(map(chr, range(32, 127))))["input_ids"]
     with torch.no_grad():
         head = model.get_output_embeddings().weight
@@ -102,6 +102,14 @@ def test_greedy_answers_are_those_of_generate_and_each_prompt_has_one(tmp_path, 
     assert reasons == {"stop", "length"}  # else the test does not say much
 
 
+def test_an_end_of_turn_on_the_last_token_allowed_is_a_stop(tmp_path):
+    first = complete(tmp_path / "first")
+    one = next(record for record in first.values() if record["finish_reason"] == "stop")
+    (tmp_path / "second").mkdir()
+    limited = recipe(tmp_path / "second", max_new_tokens=one["completion_tokens"])
+    assert alike({"it": run(limited)[one["id"]]}, {"it": one})
+
+
 def test_the_answers_can_be_trained_on(tmp_path):
     given = recipe(tmp_path)
     run(given)
@@ -114,7 +122,7 @@ def test_slots_are_refilled_and_idle_ones_are_not_computed(tmp_path, monkeypatch
     forward = Session.forward
 
     def spy(self, tokens, *args, **kwargs):
-        if tokens.shape[1] == 1:
+        if tokens.shape[1] == 1:  # prompts are longer
             rows.append(tokens.shape[0])
         return forward(self, tokens, *args, **kwargs)
 
@@ -374,6 +382,6 @@ def test_refusals_say_what_to_do(tmp_path):
     with pytest.raises(ValueError, match="without a tokenizer"):
         run(recipe(tmp_path), Target(target().model))
     slots = Slots(Session(target(), 1, 8), 1)
-    slots.add(Request("x", [1, 2], 4, frozenset()))
-    with pytest.raises(ValueError, match="all 1 slots are in use"):
-        slots.add(Request("y", [1, 2], 4, frozenset()))
+    slots.add([Request("x", [1, 2], 4, frozenset())])
+    with pytest.raises(ValueError, match="1 requests for 0 free slots of 1"):
+        slots.add([Request("y", [1, 2], 4, frozenset())])

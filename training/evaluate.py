@@ -109,5 +109,6 @@ def report(path: Path, console: Console, forced: dict[str, Any], real: dict[str,
         console.print(
             f"decoded: acceptance length {real['acceptance_length']:.3f} with tree {real['tree']} "
             f"({real['prompts']} prompts, {real['tokens']} tokens in {real['forwards']} forwards, "
-            f"{real['seconds']:.1f} s); accepted at depth 1, 2, ...: {depths}"
+            f"{real['seconds']:.1f} s); accepted at depth 1, 2, ...: {depths}",
+            soft_wrap=True,
         )

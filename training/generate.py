@@ -280,7 +280,7 @@ class _Interview:
         self.summary = Summary(answers.path, before=len(answers.known))
         self.waiting: deque[Request] = deque()  # what is written next; follow-ups come before new chats
         self.asked = set(answers.known.values())  # digests of the target's own questions
-        self.fruitless = 0
+        self.begun = self.failed = self.fruitless = 0  # chats; the last counts those failed in a row
         self.total = self.options.count  # records still to come, None if only time ends it
         self.chats = self._asked_by_target() if self.source == SELF else self._asked_by_file()
         self.slots = Slots(
@@ -294,7 +294,7 @@ class _Interview:
         deadline = math.inf if minutes is None else started + 60 * minutes
         with _Display(progress, self.total, deadline) as display:
             while time.monotonic() < deadline:
-                self._fill(deadline)
+                self._fill()
                 if not self.slots.busy:
                     self.summary.complete = True
                     break
@@ -305,14 +305,20 @@ class _Interview:
         self.summary.seconds = time.monotonic() - started
         return self.summary
 
-    def _fill(self, deadline: float) -> None:
-        while self.slots.free and time.monotonic() < deadline:
+    def _fill(self) -> None:
+        """Refill once an eighth of the slots is free: prompts are read several at a time."""
+        if self.slots.busy and self.slots.free < self.options.batch // 8:
+            return
+        requests: list[Request] = []
+        while len(requests) < self.slots.free:
             while not self.waiting:
                 chat = next(self.chats, None)
                 if chat is None:
-                    return
+                    return self.slots.add(requests)
+                self.begun += 1
                 self._ask(chat)
-            self.slots.add(self.waiting.popleft())
+            requests.append(self.waiting.popleft())
+        self.slots.add(requests)
 
     def _asked_by_file(self) -> Iterator[_Chat | None]:
         prompts = load_prompts(self.source)
@@ -336,7 +342,7 @@ class _Interview:
             identity = f"{SELF}-{number:06d}"
             if identity in self.answers.known:
                 continue
-            while self.total is not None and self.summary.records + self.slots.busy >= self.total:
+            while self.total is not None and self.begun - self.failed >= self.total:
                 yield None
             yield self._chat(identity)
 
@@ -448,6 +454,7 @@ class _Interview:
             self.summary.records += 1
             self.summary.tokens += chat.completion_tokens
             self.summary.reasons[chat.reason] += 1
+        self.failed += not chat.answered
         self.fruitless = 0 if chat.answered else self.fruitless + 1
         if self.source == SELF and self.fruitless >= _FRUITLESS:
             raise AnswersError(

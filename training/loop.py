@@ -19,12 +19,8 @@ from headsmith.training.ema import EMA
 from headsmith.training.features import Batches, FeatureSource, Step
 from headsmith.training.recipe import Recipe, TrainSection
 from headsmith.training.state import Checkpoints, TrainState
-from headsmith.training.tracking import Tracker, Window
+from headsmith.training.tracking import NonFiniteLossError, Tracker, Window
 from torch import Tensor
-
-
-class NonFiniteLossError(RuntimeError):
-    """Loss or gradient became infinite or not a number; checkpoints from before are as they were."""
 
 
 class Interrupted(RuntimeError):
@@ -60,7 +56,7 @@ def fit(run: Run) -> None:
         clock = Clock(accelerator, state.seconds, stop)
         run.tracker.start_window(state.tokens)
         for step, progress in remaining(run, clock):
-            lr = set_learning_rate(run.optimizer, train, state.step, progress)
+            set_learning_rate(run.optimizer, train, state.step, progress)
             unrolled = train.unroll_steps(progress)
             # DDP averages over ranks, Accelerate over micro-batches: both are undone.
             scale = accelerator.num_processes * train.accumulation
@@ -76,7 +72,9 @@ def fit(run: Run) -> None:
                     run.window.add(loss)
             run.ema.update()
             advance(state, step, clock)
-            after_step(run, clock, lr, progress)
+            after_step(run, clock)
+    if run.window.sums is not None:
+        log_window(run)
 
 
 def remaining(run: Run, clock: Clock) -> Iterator[tuple[Step, float]]:
@@ -117,17 +115,16 @@ def learning_rate(train: TrainSection, step: int, progress: float) -> float:
 
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, train: TrainSection, step: int, progress: float
-) -> float:
-    lr = learning_rate(train, step, progress)
+) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        group["lr"] = learning_rate(train, step, progress)
 
 
 def check_finite(norm: Tensor | None, accelerator: Accelerator, step: int) -> None:
     """Refuse a bad gradient before it reaches the weights. Gradients are the same on all ranks, so all stop.
 
-    Under fp16 the gradient scaler skips such steps by itself, and needs some of them to find its scale.
+    Under fp16 the gradient scaler skips such steps, and needs some of them to find its scale; a loss that
+    stays bad is found by the window.
     """
     if norm is None or accelerator.scaler is not None or bool(torch.isfinite(norm)):
         return
@@ -145,13 +142,13 @@ def advance(state: TrainState, step: Step, clock: Clock) -> None:
     state.seconds = clock.tick()
 
 
-def after_step(run: Run, clock: Clock, lr: float, progress: float) -> None:
+def after_step(run: Run, clock: Clock) -> None:
     """Log, evaluate, save, and stop if asked to."""
     train, state = run.recipe.train, run.state
     if state.step % train.log_every == 0:
-        log_window(run, lr, progress)
+        log_window(run)
     if train.eval_every and state.step % train.eval_every == 0:
-        run.tracker.write({"step": state.step, "evaluation": run.evaluate()})
+        run.tracker.held_out(state.step, run.evaluate())
     if clock.stop_requested or clock.save_is_due(train, state.step):
         folder = save(run)
         clock.saved()
@@ -165,15 +162,15 @@ def save(run: Run) -> Path:
     return run.checkpoints.save(run.state.step)
 
 
-def log_window(run: Run, lr: float, progress: float) -> None:
+def log_window(run: Run) -> None:
     """Report the window's means and begin another."""
     state = run.state
     run.window.collect()
     place = {
         "step": state.step,
         "epoch": round(state.epoch + state.share, 4),
-        "progress": round(progress, 6),
-        "lr": lr,
+        "progress": round(min(run_progress(run.recipe.train, state, state.seconds), 1.0), 6),
+        "lr": run.optimizer.param_groups[0]["lr"],
         "seconds": round(state.seconds, 2),
     }
     run.tracker.log(run.window, place, state.tokens)

@@ -1,20 +1,23 @@
-"""The slots that answers are written in: one token a step for all of them, each refilled alone when it ends.
+"""The slots that answers are written in: one token a step for all of them, refilled as their texts end.
 
 n rows in use, T prompt tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from headsmith.heads.drafter import last_valid
 from headsmith.inference.engine import Session
 from headsmith.inference.verify import NonFiniteLogitsError, inverse_cdf
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+_PREFILL_TOKENS = 512  # of one prefill, padding included, unless a prompt alone is longer
 _NUCLEUS = 256  # most likely tokens that are looked at before the whole vocabulary is sorted
 _BLOCK = 128  # tokens of one block in `draw`
 
@@ -69,52 +72,56 @@ class _Row:
 class Slots:
     """Texts in progress on a `Session` of the engine.
 
-    Rows in use stand first in the session: a step computes these and no idle ones.
+    They always stand in the session's first rows, so a step computes no idle slot.
     """
 
     def __init__(self, session: Session, size: int) -> None:
         self.session = session
         self.size = size
         self.tokens = 0  # written so far, in finished and unfinished texts
-        self._rows: list[_Row | None] = []
+        self._rows: list[_Row] = []
 
     @property
     def busy(self) -> int:
-        return sum(row is not None for row in self._rows)
+        return len(self._rows)
 
     @property
     def free(self) -> int:
-        return self.size - self.busy
+        return self.size - len(self._rows)
 
-    def add(self, request: Request) -> None:
-        """Prefill a free slot with a prompt and write the text's first token."""
-        if None in self._rows:
-            index = self._rows.index(None)
-        elif len(self._rows) < self.size:
-            index = len(self._rows)
-            self._rows.append(None)
-        else:
-            raise ValueError(f"all {self.size} slots are in use; call step() until one is free")
-        prompt = torch.tensor([request.prompt], device=self.session.lengths.device)
-        lengths = torch.tensor([len(request.prompt)], device=prompt.device)
-        output = self.session.prefill(prompt, lengths, rows=slice(index, index + 1))
-        row = _Row(request, _uniforms(request))
-        self._rows[index] = row
-        self._push([row], self.session.logits(output.final[:, -1]))
+    def add(self, requests: Sequence[Request]) -> None:
+        """Prefill free slots with these prompts and write each text's first token.
+
+        Several at once are cheaper than one by one: a short prompt is bound by reading the weights.
+        """
+        if len(requests) > self.free:
+            raise ValueError(
+                f"{len(requests)} requests for {self.free} free slots of {self.size}; step() first"
+            )
+        for group in _alike(requests):
+            self._prefill([_Row(request, _uniforms(request)) for request in group])
+
+    def _prefill(self, rows: list[_Row]) -> None:
+        prompts = [torch.tensor(row.request.prompt) for row in rows]
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.session.lengths.device)
+        padded = pad_sequence(prompts, batch_first=True).to(lengths.device)
+        start = len(self._rows)
+        output = self.session.prefill(padded, lengths, rows=slice(start, start + len(rows)))
+        self._rows += rows
+        self._push(rows, self.session.logits(last_valid(output.final, lengths)))
 
     def step(self) -> list[Finished]:
         """Write one token in every slot; return the texts that ended, whose slots are free from now on."""
         if ended := self._release():  # their first token was their last
             return ended
-        rows = self._close_gaps()
-        if not rows:
+        if not self._rows:
             return []
         device = self.session.lengths.device
-        last = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
-        used = slice(0, len(rows))
+        last = torch.tensor([[row.tokens[-1]] for row in self._rows], device=device)
+        used = slice(0, len(self._rows))
         output = self.session.forward(last, rows=used)
         self.session.commit(torch.zeros_like(last), torch.ones_like(last[:, 0]), rows=used)
-        self._push(rows, self.session.logits(output.final[:, 0]))
+        self._push(self._rows, self.session.logits(output.final[:, 0]))
         return self._release()
 
     def _push(self, rows: Sequence[_Row], logits: Tensor) -> None:
@@ -124,21 +131,27 @@ class Slots:
 
     def _release(self) -> list[Finished]:
         ended = []
-        for index, row in enumerate(self._rows):
-            if row is not None and row.reason:
+        for index in reversed(range(len(self._rows))):
+            row = self._rows[index]
+            if row.reason:
                 ended.append(Finished(row.request, row.tokens, row.reason))
-                self._rows[index] = None
+                last = self._rows.pop()
+                if last is not row:  # it takes the place: copying a row costs far less than a step with a gap
+                    self.session.cache.move(len(self._rows), index)
+                    self._rows[index] = last
         return ended
 
-    def _close_gaps(self) -> list[_Row]:
-        """Move the last rows into slots that nobody refilled: copying a row costs far less than its step."""
-        while None in self._rows:
-            last = self._rows.pop()
-            if last is not None:
-                gap = self._rows.index(None)
-                self.session.cache.move(len(self._rows), gap)
-                self._rows[gap] = last
-        return [row for row in self._rows if row is not None]
+
+def _alike(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Groups of like length, so that little is padding, and of bounded size: masks grow as its square."""
+    group: list[Request] = []
+    for request in sorted(requests, key=lambda request: len(request.prompt)):
+        if group and (len(group) + 1) * len(request.prompt) > _PREFILL_TOKENS:
+            yield group
+            group = []
+        group.append(request)
+    if group:
+        yield group
 
 
 def _uniforms(request: Request) -> Tensor:

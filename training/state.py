@@ -84,10 +84,16 @@ class Checkpoints:
 
     What goes in is what Accelerate has prepared (drafter, optimizer, random states) or was given to
     `register_for_checkpointing`; the frozen target is neither.
+
+    Args:
+        size: bytes of a checkpoint, roughly.
     """
 
-    def __init__(self, accelerator: Accelerator, recipe: Recipe, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, recipe: Recipe, identity: dict[str, Any], size: int = 0
+    ) -> None:
         self.accelerator = accelerator
+        self.size = size
         self.recipe = recipe
         self.identity = identity
         self.root = Path(recipe.output_dir) / "checkpoints"
@@ -126,6 +132,9 @@ class Checkpoints:
         path = [""]
         with self._agreed(folder):
             if self.accelerator.is_main_process:
+                self.root.mkdir(parents=True, exist_ok=True)
+                if shutil.disk_usage(self.root).free < self.size:
+                    raise OSError(errno.ENOSPC, "too little space")  # before any of it is used up
                 path[0] = str(stack.enter_context(whole_folder(folder)))
         broadcast_object_list(path)
         return Path(path[0])
@@ -138,25 +147,39 @@ class Checkpoints:
             yield
         except Exception as error:
             failure = error
-        failures = [text for text in gather_object([_described(failure, folder)]) if text]
+        failures = [text for text in gather_object([self._described(failure, folder)]) if text]
         if failures:
             raise CheckpointError(failures[0]) from failure
+
+    def _described(self, error: Exception | None, folder: Path) -> str:
+        """What to tell the user about a failed save, "" if it did not fail; a full disk has many names."""
+        if error is None or isinstance(error, CheckpointError):
+            return str(error or "")
+        free = shutil.disk_usage(self.root).free
+        words = "No space left" in str(error) or free < 1 << 20
+        problem = f"{type(error).__name__}: {error}"
+        if getattr(error, "errno", None) == errno.ENOSPC or words:
+            problem = f"the disk is full ({self.size:,} bytes needed, {free:,} free)"
+        return (
+            f"cannot save {folder}: {problem}; free some space, then resume=true: earlier ones are unchanged"
+        )
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint into what is prepared and registered.
 
         Raises: CheckpointError if it belongs to another run, or cannot be read.
         """
-        self._check_identity(folder)
         try:
+            self._check_identity(json.loads((folder / "identity.json").read_text()), folder)
             self.accelerator.load_state(str(folder))
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged file shows itself in as many ways as there are formats
             raise CheckpointError(
                 f"{folder} cannot be read: {error}; delete it to go on from the one before it"
             ) from error
 
-    def _check_identity(self, folder: Path) -> None:
-        saved = json.loads((folder / "identity.json").read_text())
+    def _check_identity(self, saved: dict[str, Any], folder: Path) -> None:
         given = json.loads(json.dumps(self.identity))
         wrong = [
             f"{key} found {given[key]!r}, expected {saved.get(key)!r}"
@@ -185,15 +208,3 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         return newest if self.recipe.resume else None
-
-
-def _described(error: Exception | None, folder: Path) -> str:
-    """What to tell the user about a failed save, "" if it did not fail; a full disk has many names."""
-    if error is None or isinstance(error, CheckpointError):
-        return str(error or "")
-    free = shutil.disk_usage(folder.parent).free
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or free < 1 << 20
-    problem = f"the disk is full ({free:,} bytes free)" if full else f"{type(error).__name__}: {error}"
-    return (
-        f"cannot save {folder}: {problem}; earlier checkpoints are unchanged, resume=true goes on from there"
-    )

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,22 @@ from headsmith.heads.drafter import HeadLoss
 from headsmith.training.recipe import Recipe, RecipeError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from torch import Tensor
 
-_LOSS, _COUNT, _JOINT, _HITS = 0, 1, 2, 3  # columns of the sums; ranks 1..K follow
+_LOSS, _COUNT, _JOINT, _BEFORE, _HITS = range(5)  # columns of the sums; hits among the best 1..K follow
+
+
+class NonFiniteLossError(RuntimeError):
+    """Loss or gradient became infinite or not a number; checkpoints from before are as they were."""
 
 
 class Window:
     """Sums over every micro-batch, step and rank since the last log line: a single micro-batch says little.
 
     Args:
-        sums: [J, 3 + K] loss, count, joint and hits of each level, or None before the first.
+        sums: [J, 4 + K] of each level: loss, positions, how often all levels up to it were right, how often
+            all before it were (every position, for the first), hits; None before the first micro-batch.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -37,7 +44,7 @@ class Window:
     @torch.no_grad()
     def add(self, loss: HeadLoss) -> None:
         """Take in one micro-batch; later ones may have more levels."""
-        columns = [loss.loss, loss.count, loss.joint]
+        columns = [loss.loss, loss.count, loss.joint, torch.cat((loss.count[:1], loss.joint[:-1]))]
         sums = torch.cat((torch.stack([column.float() for column in columns], 1), loss.hits.float()), 1)
         if self.sums is None:
             self.sums = sums
@@ -50,9 +57,19 @@ class Window:
         self.sums = self.sums + sums
 
     def collect(self) -> None:
-        """Move all ranks' sums to the main process."""
-        if self.sums is not None and self.accelerator.num_processes > 1:
-            self._keep_on_main(self.accelerator.reduce(self.sums, reduction="sum"))
+        """Move all ranks' sums to the main process.
+
+        Raises: NonFiniteLossError on every rank.
+        """
+        if self.sums is None:
+            return
+        total = self.accelerator.reduce(self.sums, reduction="sum")
+        if not bool(torch.isfinite(total).all()):
+            raise NonFiniteLossError(
+                f"the losses of the levels add up to {total[:, _LOSS].tolist()}, expected finite numbers; "
+                "lower train.lr, or set train.mixed_precision=null or dtype=float32"
+            )
+        self._keep_on_main(total)
 
     def _keep_on_main(self, sums: Tensor) -> None:
         self.sums = sums if self.accelerator.is_main_process else torch.zeros_like(sums)
@@ -61,19 +78,19 @@ class Window:
         """Loss and teacher-forced accuracy of each level, and what they promise for a chain.
 
         `conditional_acceptance` of a level is the share of right ones where all levels before it were right;
-        `projected_chain_tau` is the acceptance length of a chain if decoding met the same positions.
+        `projected_chain_tau` is the acceptance length of a chain if decoding met the same positions. Neither
+        is measured by decoding: evaluate.decoded does that.
         """
         if self.sums is None:
             return {}
         sums = self.sums.cpu()
         count = sums[:, _COUNT].clamp(min=1)
-        joint = sums[:, _JOINT]
-        before = torch.cat((sums[:1, _COUNT], joint[:-1])).clamp(min=1)
+        conditional = sums[:, _JOINT] / sums[:, _BEFORE].clamp(min=1)
         return {
             "loss": _rounded(sums[:, _LOSS] / count),
             "teacher_forced_top1": _rounded(sums[:, _HITS] / count),
-            "conditional_acceptance": _rounded(joint / before),
-            "projected_chain_tau": round(1 + float((joint / sums[0, _COUNT].clamp(min=1)).sum()), 4),
+            "conditional_acceptance": _rounded(conditional),
+            "projected_chain_tau": round(1 + float(conditional.cumprod(0).sum()), 4),
         }
 
     def top_k(self) -> list[list[float]]:
@@ -113,14 +130,14 @@ class Tracker:
         if self.main:
             self._keep_lines_until(resumed_at)
         if self.main and sys.stdout.isatty():
-            columns = (BarColumn(), TextColumn("{task.description}"))
-            self.progress = Progress(*columns, console=self.console)
+            text = TextColumn("{task.description}", table_column=Column(ratio=1))  # wraps
+            self.progress = Progress(BarColumn(20), text, console=self.console, expand=True)
             self.task = self.progress.add_task("starting", total=1.0)
             self.progress.start()
 
     def say(self, text: str) -> None:
         """Print a line, from the main process only."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def start_window(self, tokens: int) -> None:
         """Speed is measured from here on, at `tokens` tokens seen."""
@@ -131,6 +148,7 @@ class Tracker:
 
         Args:
             place: step, epoch, progress, lr and seconds.
+            tokens: seen so far.
         """
         now = time.monotonic()
         then, before = self._mark
@@ -139,6 +157,12 @@ class Tracker:
         values = {**place, **window.means(), "tokens_per_s": round(speed, 1)}
         self.write(values)
         self._show(values)
+
+    def held_out(self, step: int, values: dict[str, Any]) -> None:
+        """Report teacher-forced figures on held-out text."""
+        self.write({"step": step, "held_out": values})
+        if values:
+            self.say(f"step {step}, held out: teacher-forced top-1 {_levels(values)}")
 
     def write(self, values: dict[str, Any]) -> None:
         """One line of log.jsonl; lists become one series a level in the tracker."""
@@ -155,11 +179,10 @@ class Tracker:
     def _show(self, values: dict[str, Any]) -> None:
         done = values["progress"]
         left = values["seconds"] * (1 - done) / done if done else float("inf")
-        levels = " ".join(f"{top:.3f}".lstrip("0") for top in values["teacher_forced_top1"])
         text = (
             f"step {values['step']} ({done:.1%}) loss {sum(values['loss']) / len(values['loss']):.3f} "
-            f"teacher-forced top-1 {levels} lr {values['lr']:.1e} {values['tokens_per_s']:,.0f} tokens/s "
-            f"{_clock(left)} left"
+            f"teacher-forced top-1 {_levels(values)} lr {values['lr']:.1e} "
+            f"{values['tokens_per_s']:,.0f} tokens/s {_clock(left)} left"
         )
         if self.progress is not None:
             self.progress.update(self.task, completed=done, description=text)
@@ -179,6 +202,10 @@ class Tracker:
         self.log_path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
+def _levels(values: dict[str, Any]) -> str:
+    return " ".join(f"{top:.3f}".lstrip("0") for top in values["teacher_forced_top1"])
+
+
 def _clock(seconds: float) -> str:
     if seconds == float("inf"):
         return "?"
@@ -187,12 +214,13 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _series(values: dict[str, Any]) -> Any:
-    for name, value in values.items():
-        if isinstance(value, list):
-            yield from ((f"{name}/{level}", item) for level, item in enumerate(value))
-        elif name != "step":
-            yield name, value
+def _series(values: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """{held_out: {loss: [2, 3]}} -> held_out/loss/0: 2, held_out/loss/1: 3."""
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _series(value, f"{name}/{key}" if name else str(key))
+    elif name != "step":
+        yield name, values
 
 
 def check_tracker(name: str) -> None:

@@ -35,11 +35,17 @@ from headsmith.training.conversations import (
 )
 from headsmith.training.ema import EMA
 from headsmith.training.evaluate import decoded, held_out_prompts, report, teacher_forced
-from headsmith.training.features import Batches, FeatureMemoryError, OnlineFeatures, make_features
-from headsmith.training.loop import Interrupted, NonFiniteLossError, Run, fit, save
+from headsmith.training.features import (
+    Batches,
+    FeatureMemoryError,
+    OnlineFeatures,
+    feature_bytes,
+    make_features,
+)
+from headsmith.training.loop import Interrupted, Run, fit, save
 from headsmith.training.recipe import Recipe, RecipeError, load_recipe
 from headsmith.training.state import Checkpoints, TrainState, data_fingerprint, run_identity
-from headsmith.training.tracking import Tracker, Window, check_tracker
+from headsmith.training.tracking import NonFiniteLossError, Tracker, Window, check_tracker
 from torch import Tensor, nn
 
 INTERRUPTED = 130  # exit code of a process that ended on SIGINT
@@ -72,39 +78,36 @@ def train(recipe: Recipe, target: Target | None = None) -> Path:
         torch.set_num_threads(recipe.train.threads)
     accelerator = make_accelerator(recipe)
     try:
+        check_launch(accelerator)
         set_seed(recipe.seed)
         target = target or load_target(recipe, accelerator)
         session = set_up(recipe, accelerator, target)
         try:
             fit(session.run)
-            save(session.run)
-            return finish(session)
         finally:
             session.run.tracker.close()
+        save(session.run)
+        return finish(session)
     finally:
         accelerator.end_training()  # destroys the process group, so it comes last
         AcceleratorState._reset_state(reset_partial_state=True)  # a later run may want another precision
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Accelerate for this machine. Raises: LaunchError, RecipeError."""
-    on_cpu = not torch.cuda.is_available()
+    """Accelerate for this machine. Raises: RecipeError."""
+    on_cpu = not torch.accelerator.is_available()
     precision = recipe.train.mixed_precision or "no"
     if on_cpu and precision == "fp16":
         raise RecipeError("train.mixed_precision is fp16, which needs a GPU; set it to bf16 or null")
     tracker = recipe.train.tracker
     check_tracker(tracker)
-    accelerator = Accelerator(
+    return Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
         gradient_accumulation_steps=recipe.train.accumulation,
         log_with=None if tracker == "none" else tracker,
         project_dir=recipe.output_dir,
     )
-    check_launch(accelerator)
-    if tracker != "none":
-        accelerator.init_trackers("headsmith", config=flattened(asdict(recipe)))
-    return accelerator
 
 
 def check_launch(accelerator: Accelerator) -> None:
@@ -112,18 +115,21 @@ def check_launch(accelerator: Accelerator) -> None:
 
     Raises: LaunchError.
     """
-    # The launcher names a meeting point for several processes even where it then starts one only.
-    wanted = os.environ.get("WORLD_SIZE", "2 or more" if "MASTER_ADDR" in os.environ else "1")
+    # `accelerate launch --cpu` names a meeting point for several processes, and then starts only one.
+    alone = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys()
+    wanted = os.environ.get("WORLD_SIZE", "2 or more" if alone else "1")
     if str(accelerator.num_processes) != wanted:
         raise LaunchError(
-            f"Accelerate runs {accelerator.num_processes} process(es), {wanted} were launched; "
-            "for several on CPU use a config file with distributed_type: MULTI_GPU and num_processes, not --cpu"
+            f"Accelerate runs {accelerator.num_processes} process(es), expected {wanted}; for several "
+            "on CPU use a config file with distributed_type: MULTI_GPU and num_processes, not --cpu"
         )
+    # What was asked for and what is in force may differ: on CPU, FSDP falls back to DDP.
+    asked = [kind for kind in ("DEEPSPEED", "FSDP") if os.environ.get(f"ACCELERATE_USE_{kind}") == "true"]
     kind = accelerator.distributed_type
-    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
+    if asked or kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         raise LaunchError(
-            f"the launch config asks for {kind.value}, expected NO or MULTI_GPU: heads are small and each "
-            "process trains a replica of them; for a large target set device_map=auto"
+            f"the launch config asks for {asked[0] if asked else kind.value}, expected MULTI_GPU: heads are "
+            "small, and each process trains a replica of them; for a large target set device_map=auto"
         )
 
 
@@ -164,7 +170,7 @@ class Data:
 
 @dataclass
 class Session:
-    """A run, and what is needed to finish it: the drafter inside Accelerate's wrapper, the target, the data."""
+    """A run, and what is needed to finish it: the drafter (unwrapped), the target, the data."""
 
     run: Run
     drafter: nn.Module
@@ -175,6 +181,10 @@ class Session:
 def load_data(recipe: Recipe, target: Target) -> Data:
     """Read, encode and split the conversations. Raises: ConversationError."""
     paths, tokenizer, section = recipe.train_paths, target.tokenizer, recipe.data
+    if tokenizer is None:
+        raise RecipeError(
+            f"{target.name} has no tokenizer; pass Target(model, tokenizer), or save one beside it"
+        )
     samples, summary = load_samples(paths, tokenizer, section)
     if section.eval is None:
         samples, held_out = hold_out(samples, section)
@@ -198,6 +208,7 @@ def first_rows(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
 def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
     """Build all that the loop works on; go on from the newest checkpoint where the recipe says resume."""
     data = load_data(recipe, target)
+    check_training_data(data)
     fingerprint = data_fingerprint(data.train)
     check_same_data(fingerprint)
     drafter = new_drafter(recipe, target).to(accelerator.device)
@@ -206,11 +217,15 @@ def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
     state, window = TrainState(), Window(accelerator)
     accelerator.register_for_checkpointing(state, window, ema)
     identity = run_identity(recipe, target.fingerprint, fingerprint, accelerator.num_processes)
-    checkpoints = Checkpoints(accelerator, recipe, identity)
+    checkpoints = Checkpoints(accelerator, recipe, identity, checkpoint_bytes(drafter))
     if newest := checkpoints.prepare():
         checkpoints.restore(newest)
+    features = make_features(
+        recipe.train.features, target, data.train, drafter.needs, local_processes(accelerator)
+    )
     tracker = Tracker(accelerator, recipe, state.step)
     tracker.say(data.summary)
+    tracker.say(introduction(recipe, drafter, target, data, accelerator.num_processes))
     if recipe.resume:
         tracker.say(
             f"going on from {newest}" if newest else f"no checkpoint in {checkpoints.root}: starting anew"
@@ -218,10 +233,9 @@ def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
     # Only now: the checkpoint's draft vocabulary counts, not one made for this call.
     teacher = FrozenTeacher(target, drafter.draft_ids)
     evaluate = evaluation(recipe, accelerator, drafter, target, data, ema, teacher)
-    features = make_features(
-        recipe.train.features, target, data.train, drafter.needs, local_processes(accelerator)
-    )
     batches = make_batches(recipe, accelerator, data.train)
+    if recipe.train.tracker != "none":
+        accelerator.init_trackers("headsmith", config=flattened(asdict(recipe)))
     run = Run(
         recipe, accelerator, wrapped, optimizer, teacher, batches, features,
         ema, checkpoints, tracker, evaluate, state, window,
@@ -245,6 +259,19 @@ def new_drafter(recipe: Recipe, target: Target) -> Any:
     return drafter
 
 
+def introduction(recipe: Recipe, drafter: Any, target: Target, data: Data, processes: int) -> str:
+    """What is about to be trained, and how much memory kept features will take."""
+    size = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    text = (
+        f"training {size / 1e6:.1f} million parameters of {recipe.drafter.method} for {target.name} "
+        f"on {len(data.train)} samples, {len(data.held_out)} held out, {processes} process(es)"
+    )
+    if recipe.train.features == "memory":
+        text += f"\ntarget features will take {feature_bytes(data.train, drafter.needs, target) / 1e9:.2f} GB"
+        text += " of memory in each process"
+    return text
+
+
 def make_optimizer(drafter: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW over the drafter's trainable parameters; only matrices decay."""
     trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
@@ -256,6 +283,11 @@ def make_optimizer(drafter: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     ]
     fused = trainable[0].device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, fused=fused)
+
+
+def checkpoint_bytes(drafter: nn.Module) -> int:
+    """Weights, two moments of Adam and the average, in fp32; the rest is small."""
+    return 16 * sum(parameter.numel() for parameter in drafter.parameters())
 
 
 def make_batches(recipe: Recipe, accelerator: Accelerator, samples: Sequence[Sample]) -> Batches:
@@ -273,6 +305,15 @@ def make_batches(recipe: Recipe, accelerator: Accelerator, samples: Sequence[Sam
 def local_processes(accelerator: Accelerator) -> int:
     """Processes on this machine, each with memory of its own."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+
+
+def check_training_data(data: Data) -> None:
+    """Refuse a run without anything to learn. Raises: ConversationError."""
+    if not any(sample.loss_mask[2:].any() for sample in data.train):
+        raise ConversationError(
+            f"{len(data.train)} samples are left to train on after {len(data.held_out)} were held out, "
+            "expected one with a token to learn; give more conversations, or lower data.eval_fraction"
+        )
 
 
 def check_same_data(fingerprint: str) -> None:
@@ -312,12 +353,13 @@ def finish(session: Session) -> Path:
     run, recipe, target = session.run, session.run.recipe, session.target
     output = Path(recipe.output_dir)
     heads = output / "heads"
-    forced = run.evaluate()
     if run.accelerator.is_main_process:
         with run.ema.applied():
             cast(Any, session.drafter).save_pretrained(heads)
         (heads / "training.json").write_text(json.dumps(training_record(session), indent=2) + "\n")
         run.tracker.say(f"heads saved to {heads}")
+    forced = run.evaluate()
+    if run.accelerator.is_main_process:
         real = decoded(
             target,
             load_drafter(heads, target),
@@ -365,13 +407,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.minutes=5 or seed=1")
     given = parser.parse_args(arguments)
+    rank = int(os.environ.get("RANK", 0))
+    who = f"[process {rank}] " if rank else ""
     try:
         train(load_recipe(given.recipe, given.overrides))
     except EXPECTED_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{who}error: {error}", file=sys.stderr)
         return 2
     except (Interrupted, KeyboardInterrupt) as error:
-        print(f"interrupted: {error}", file=sys.stderr)
+        print(f"{who}interrupted: {error or 'set resume=true to go on'}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
