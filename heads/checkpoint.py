@@ -37,6 +37,7 @@ class SavedDrafter(nn.Module):
     method: ClassVar[str]
     needs: Needs
     draft_ids: Tensor | None
+    build: ClassVar[Any]  # build(target, **options): an untrained drafter
 
     def __init__(self, config: Any, draft_ids: Tensor | None) -> None:
         super().__init__()
@@ -125,7 +126,9 @@ def read_drafter(folder: str | Path) -> Any:
     drafter = drafter_class(config, tensors.get("draft_ids"))
     problems = list(_differences(drafter.state_dict(), tensors))
     if problems:
-        raise CheckpointError(f"{folder}/model.safetensors does not fit its config.json: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{folder}/model.safetensors does not fit its config.json: {'; '.join(problems)}"
+        )
     drafter.load_state_dict(tensors, strict=True)
     drafter.trained_for = saved.get("target", {})
     return drafter
@@ -134,9 +137,9 @@ def read_drafter(folder: str | Path) -> Any:
 def heads_folder(folder: Path) -> Path:
     """The folder that holds heads: the one given, or `heads/` in a training run's output folder."""
     for candidate in (folder, folder / "heads"):
-        if (candidate / "config.json").is_file():
-            if "method" in json.loads((candidate / "config.json").read_text() or "{}"):
-                return candidate
+        config = candidate / "config.json"
+        if config.is_file() and "method" in json.loads(config.read_text() or "{}"):
+            return candidate
     raise FileNotFoundError(
         f"no heads in {folder}: expected config.json and model.safetensors there, or in {folder / 'heads'}; "
         "name a training run's output folder or a saved heads folder"

@@ -30,7 +30,11 @@ class Linear(nn.Linear):
 
 def pack_weight(weight: Tensor) -> Tensor | None:
     """The prepacked form of a weight, or None where prepacking does not apply."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype != torch.bfloat16
+        or not torch.backends.mkldnn.is_available()
+    ):
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 

@@ -45,7 +45,7 @@ class Supervision:
         return cls(row, following, teacher.logits(final), _to_draft(features.top[row, following], draft_ids))
 
     def at_level(self, level: int) -> tuple[Tensor, Tensor]:
-        """[P] bool: which positions level `level` can predict; [P] the drafter's index t for each (0 where it cannot)."""
+        """[P] bool: which positions a level can predict; [P] the drafter's index t for each (0 where it cannot)."""
         index = self.position - 1 - level
         return index >= 0, index.clamp(min=0)
 

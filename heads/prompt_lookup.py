@@ -70,7 +70,9 @@ class PromptLookup:
             known += paths[-1]
         return self._level(state, paths, tokens.device)
 
-    def _level(self, state: LookupState, paths: list[list[tuple[int, ...]]], device: torch.device) -> Proposal:
+    def _level(
+        self, state: LookupState, paths: list[list[tuple[int, ...]]], device: torch.device
+    ) -> Proposal:
         shape = (len(paths), len(paths[0]), self.branches)
         ids = torch.zeros(shape, dtype=torch.long)
         scores = torch.full(shape, -torch.inf)

@@ -64,7 +64,7 @@ class DraftTree:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """Turn [B, N] parents (-1 at roots, every parent before its children) into the [B, N, N] mask of ancestors-or-self."""
+    """[B, N] parents (-1 at roots, every parent before its children) -> [B, N, N] mask of ancestors-or-self."""
     batch, size = parents.shape
     mask = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, size, size).clone()
     rows = torch.arange(batch, device=parents.device)

@@ -16,10 +16,9 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from headsmith.heads.drafter import Drafter
 from headsmith.heads.target import Target
+from torch import Tensor
 
 from .calibrate import RoundCosts, round_costs
 from .decoder import SpeculativeDecoder
@@ -152,7 +151,9 @@ def summary(
         "ratio_plain": ratio(plain.answers, method.answers),
         "median_ratio_generate": median_ratio(generate.answers, method.answers),
         "median_ratio_plain": median_ratio(plain.answers, method.answers),
-        "predicted_ratio": None if plain_tau or not method.costs else round(method.costs.predicted_ratio(tau or 1), 3),
+        "predicted_ratio": None
+        if plain_tau or not method.costs
+        else round(method.costs.predicted_ratio(tau or 1), 3),
         "round_ms": None
         if not method.costs
         else {k: round(1e3 * v, 2) for k, v in vars(method.costs).items()},
@@ -194,7 +195,9 @@ def conditional(stats: DecodeStats) -> list[float]:
     return [round(now / last, 3) if last else 0.0 for now, last in zip(stats.accepted_at, before)]
 
 
-def by_category(method: Method, plain: Method, questions: Sequence[Question]) -> dict[str, dict[str, float | None]]:
+def by_category(
+    method: Method, plain: Method, questions: Sequence[Question]
+) -> dict[str, dict[str, float | None]]:
     groups: dict[str, list[int]] = defaultdict(list)
     for index, question in enumerate(questions):
         groups[question.category].append(index)
@@ -219,12 +222,17 @@ def differences(
         if ours.tokens == theirs.tokens:
             continue
         pairs = zip(ours.tokens, theirs.tokens)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours.tokens), len(theirs.tokens)))
+        place = next(
+            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours.tokens), len(theirs.tokens))
+        )
         margin = None
         if place < min(len(ours.tokens), len(theirs.tokens)):
             prefix = torch.tensor([theirs.tokens[:place]], dtype=torch.long, device=question.input_ids.device)
             margin = _margin(
-                setting.target, torch.cat((question.input_ids, prefix), 1), theirs.tokens[place], ours.tokens[place]
+                setting.target,
+                torch.cat((question.input_ids, prefix), 1),
+                theirs.tokens[place],
+                ours.tokens[place],
             )
         found.append({"id": question.id, "token": place, "logit_margin": margin})
     return found

@@ -6,14 +6,13 @@ B rows, T prompt tokens, N tree nodes, M newly verified positions, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
-
 from headsmith.heads.drafter import Drafter, DraftState, TargetFeatures, last_valid
 from headsmith.heads.target import Target
 from headsmith.heads.tree import DraftTree
+from torch import Tensor
 
 from .engine import NodeOutput, Session
 from .options import DecodingOptions, decoding_options
@@ -63,7 +62,11 @@ class SpeculativeDecoder:
 
     @property
     def tree_name(self) -> str:
-        return "plain" if self.drafter is None else str(getattr(self.builder, "name", type(self.builder).__name__))
+        return (
+            "plain"
+            if self.drafter is None
+            else str(getattr(self.builder, "name", type(self.builder).__name__))
+        )
 
     @torch.inference_mode()
     def generate(
@@ -84,7 +87,9 @@ class SpeculativeDecoder:
         options = decoding_options(self.target, **arguments)
         prompts, lengths = right_padded(input_ids, attention_mask)
         rows = Rows(input_ids, lengths, options, streamer)
-        stats = DecodeStats(self.tree_name, rows.batch, getattr(self.builder, "depth", 0) if self.drafter else 0)
+        stats = DecodeStats(
+            self.tree_name, rows.batch, getattr(self.builder, "depth", 0) if self.drafter else 0
+        )
         if rows.limit == 0:
             return DecodeOutput(rows.sequences(), stats)
         self._check_positions(int(lengths.max()) + rows.limit)
@@ -142,9 +147,10 @@ class SpeculativeDecoder:
             return verify_greedy(tree, best.indices)
         flat = logits.flatten(0, 1)
         flat = flat if flat.dtype == torch.float64 else flat.float()
-        probabilities = options.warpers(None, flat).softmax(-1).view(logits.shape)
+        # Warpers look at the scores alone, so the token ids that the call wants may be anything.
+        probabilities = options.warpers(cast(Any, None), flat).softmax(-1).view(logits.shape)
         shape = (tree.tokens.shape[0], uniforms_needed(tree))
-        uniforms = torch.rand(shape, dtype=probabilities.dtype, device=logits.device, generator=generator)
+        uniforms = torch.rand(shape, dtype=torch.float64, device=logits.device, generator=generator)
         return verify_lossless(tree, probabilities, uniforms)
 
     def _follow(self, output: NodeOutput, prompts: Tensor, lengths: Tensor, first: Tensor) -> _Seen:
@@ -160,7 +166,9 @@ class SpeculativeDecoder:
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         tokens = tree.tokens.gather(1, path)
         last = (verified.counts - 1).clamp(min=0)
-        following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(1, last[:, None], verified.bonus[:, None])
+        following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(
+            1, last[:, None], verified.bonus[:, None]
+        )
         hidden = None if output.hidden is None else output.hidden[rows, path]
         return _Seen(TargetFeatures(tokens, hidden, output.final[rows, path]), following)
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-
 from headsmith.heads.cache import RaggedTreeCache
 from headsmith.heads.drafter import Needs
 from headsmith.heads.target import Target
 from headsmith.heads.target.features import stack
+from torch import Tensor
 
 from .generic import GenericForward
 from .lean import LeanForward, try_lean

@@ -8,14 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
-
 from headsmith.heads.cache import LayerShape, RaggedTreeCache, Span
 from headsmith.heads.target import Target
 from headsmith.heads.target.compat import CACHE_KEYWORD
 from headsmith.heads.target.features import captured
 from headsmith.heads.target.masks import mask_container
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class GenericForward:
@@ -48,7 +47,7 @@ class GenericForward:
         """Feature after the final norm [b, N, H], and the inputs of the captured layers."""
         mask = mask_container(self.target.config, seen, positions, slot_positions, self.dtype)
         index = {layer: i for i, layer in enumerate(self.shapes)}
-        layers = [_SpanLayer(cache, index.get(k), span) for k in range(self.target.num_layers)]
+        layers: list[Any] = [_SpanLayer(cache, index.get(k), span) for k in range(self.target.num_layers)]
         arguments: dict[str, Any] = {CACHE_KEYWORD: Cache(layers=layers)}
         with captured(self.target.layers, capture) as found:
             output = self.target.decoder(
@@ -70,9 +69,13 @@ class _SpanLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if self.index is None:
-            raise RuntimeError("a layer asks for keys and values that it did not have when the target was loaded")
+            raise RuntimeError(
+                "a layer asks for keys and values that it did not have when the target was loaded"
+            )
         return self.cache.update(self.index, key_states, value_states, self.span)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -98,7 +101,9 @@ class _Recorder(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.found[self.layer] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
         return key_states, value_states
 
@@ -116,7 +121,7 @@ class _Recorder(CacheLayerMixin):
 def _layer_shapes(target: Target) -> dict[int, LayerShape]:
     """Which layers cache keys and values, and how wide: seen in one forward of one token."""
     found: dict[int, LayerShape] = {}
-    layers = [_Recorder(k, found) for k in range(target.num_layers)]
+    layers: list[Any] = [_Recorder(k, found) for k in range(target.num_layers)]
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     target.decoder(input_ids=token, use_cache=True, **{CACHE_KEYWORD: Cache(layers=layers)})
     return found

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from headsmith.heads.cache import LayerShape, RaggedTreeCache, Span
 from headsmith.heads.layers import apply_rope, fold_mask, pack_weight, packed_linear, rms_norm, tree_attention
 from headsmith.heads.target import Target
+from torch import Tensor, nn
 
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of the input
 # Root-mean-square difference of the logits on random tokens, in their standard deviations. The model itself, in bf16,
@@ -27,7 +26,9 @@ class Fused:
     """One matrix product in place of several: stacked weights of `nn.Linear`s with the same input."""
 
     def __init__(self, *parts: nn.Linear) -> None:
-        self.weight = torch.cat([p.weight.detach() for p in parts]) if len(parts) > 1 else parts[0].weight.detach()
+        self.weight = (
+            torch.cat([p.weight.detach() for p in parts]) if len(parts) > 1 else parts[0].weight.detach()
+        )
         biases = [p.bias for p in parts]
         self.bias: Tensor | None = None
         if any(b is not None for b in biases):
@@ -166,7 +167,9 @@ def _require_layout(target: Target) -> None:
         if not condition:
             raise ValueError(f"not of the common layout: {what}")
 
-    require(set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}, "layer types")
+    require(
+        set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}, "layer types"
+    )
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     require(not windowed or getattr(config, "layer_types", None), "a sliding window")
     names = {name for name, _ in target.decoder.named_children()}
@@ -178,14 +181,27 @@ def _require_layout(target: Target) -> None:
     require(len(devices) == 1 and "meta" not in {d.type for d in devices}, "weights on several devices")
     for layer in target.layers:
         parts = {name for name, _ in layer.named_children()}
-        require(parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, f"parts {sorted(parts)}")
-        linears = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.o_proj]
+        require(
+            parts == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+            f"parts {sorted(parts)}",
+        )
+        linears = [
+            layer.self_attn.q_proj,
+            layer.self_attn.k_proj,
+            layer.self_attn.v_proj,
+            layer.self_attn.o_proj,
+        ]
         mlp = {name for name, _ in layer.mlp.named_children()}
         require(mlp == {"gate_proj", "up_proj", "down_proj", "act_fn"}, f"MLP parts {sorted(mlp)}")
         linears += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
         require(all(type(linear) is nn.Linear for linear in linears), "quantised or adapted linear layers")
         require("silu" in type(layer.mlp.act_fn).__name__.lower(), "the MLP's activation")
-        extra = {name for name, _ in layer.self_attn.named_children()} - {"q_proj", "k_proj", "v_proj", "o_proj"}
+        extra = {name for name, _ in layer.self_attn.named_children()} - {
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+        }
         require(extra in (set(), {"q_norm", "k_norm"}), f"attention parts {sorted(extra)}")
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headsmith.heads.target import Target
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as warpers
-
-from headsmith.heads.target import Target
 
 # Field -> the values that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-
 from headsmith.heads.drafter import Drafter, DraftState, Proposal
 from headsmith.heads.tree import DraftTree
+from torch import Tensor
 
 
 class TreeBuilder(Protocol):
@@ -60,7 +59,9 @@ class FixedTree:
             needed += [(*path[:-1], path[-1] - 1)] if path and path[-1] > 0 else []
             missing = [p for p in needed if p not in known]
             if not path or missing:
-                raise ValueError(f"the path {list(path)} of a fixed tree needs {missing or 'at least one rank'} too")
+                raise ValueError(
+                    f"the path {list(path)} of a fixed tree needs {missing or 'at least one rank'} too"
+                )
         ordered = sorted(known, key=lambda p: (len(p), p))
         depth = max((len(p) for p in ordered), default=0)
         object.__setattr__(self, "_levels", [[p for p in ordered if len(p) == d + 1] for d in range(depth)])
@@ -85,7 +86,7 @@ class FixedTree:
         grown = _Growing(root, active, drafter.draft_ids, self.sampled)
         index: dict[tuple[int, ...], int] = {(): 0}  # path -> column among the grown nodes
         expanded: dict[tuple[int, ...], int] = {(): 0}  # path -> number among the expanded nodes
-        source = {(): 0}  # path -> its place in the proposal at hand
+        source: dict[tuple[int, ...], int] = {(): 0}  # path -> its place in the proposal at hand
         for depth, level in enumerate(self._levels[: drafter.max_depth]):
             width = 1 + max(path[-1] for path in level)
             ids, scores = grown.children(proposal, width, generator, [index[p] for p in source])

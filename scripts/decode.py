@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from .common import open_target, target_options
@@ -12,7 +14,9 @@ from .common import open_target, target_options
 @click.option("--heads", help="Heads folder or training run; without it the target decodes plainly.")
 @click.option("--prompt", required=True, help="What the user says.")
 @click.option("--system", help="A system message before it.")
-@click.option("--tree", default="dynamic", show_default=True, help="chain, fixed, dynamic; dynamic:total=8,depth=5.")
+@click.option(
+    "--tree", default="dynamic", show_default=True, help="chain, fixed, dynamic; dynamic:total=8,depth=5."
+)
 @click.option("--new-tokens", default=256, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", default=1.0, show_default=True)
@@ -52,7 +56,7 @@ def command(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     inputs = {name: inputs[name].to(target.device) for name in ("input_ids", "attention_mask")}
-    sampling = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     generator = None if seed is None else torch.Generator(target.device).manual_seed(seed)
@@ -67,4 +71,6 @@ def command(
     if stats:
         seconds, tokens = time.perf_counter() - start, out.stats.committed + 1
         tau = f", τ {out.stats.acceptance_length:.2f} ({out.stats.tree} tree)" if drafter else ""
-        click.echo(f"[{tokens} tokens in {seconds:.2f} s, {out.stats.forwards} verify forwards{tau}]", err=True)
+        click.echo(
+            f"[{tokens} tokens in {seconds:.2f} s, {out.stats.forwards} verify forwards{tau}]", err=True
+        )

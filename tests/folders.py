@@ -16,7 +16,12 @@ from tests.tokenizers_for_tests import build_tokenizer
 def chat_target_folder(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
     """Save a random model of a family and a byte-level chat tokenizer; returns the folder."""
     tokenizer = build_tokenizer()
-    sizes = {**COMMON, **FAMILIES[family], "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    sizes = {
+        **COMMON,
+        **FAMILIES[family],
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**{**sizes, "pad_token_id": tokenizer.pad_token_id, **changes})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

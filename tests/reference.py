@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from headsmith.heads.drafter import Needs
 from headsmith.heads.layers import apply_rope, rope_tables
 

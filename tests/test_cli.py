@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-
 from headsmith.heads import build_drafter
 from headsmith.scripts.cli import COMMANDS
+
 from tests.folders import chat_target_folder
 
 
@@ -24,7 +24,8 @@ def setting(tmp_path_factory):
     for method in ("medusa", "eagle3"):
         build_drafter(method, target).save_pretrained(folder / method / "heads")
     rows = [
-        {"id": f"q{i}", "category": "ab"[i % 2], "turns": [f"What is {i} plus {i}?", "And doubled?"]} for i in range(4)
+        {"id": f"q{i}", "category": "ab"[i % 2], "turns": [f"What is {i} plus {i}?", "And doubled?"]}
+        for i in range(4)
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -83,7 +84,10 @@ def test_decode_streams_the_same_answer_with_and_without_heads(setting):
     [
         (["decode", "--target", "{f}/none", "--prompt", "x"], "is not a folder"),
         (["decode", "--target", "{f}/target", "--heads", "{f}/none", "--prompt", "x"], "no heads in"),
-        (["decode", "--target", "{f}/target", "--prompt", "x", "--tree", "bush"], "known are chain, fixed, dynamic"),
+        (
+            ["decode", "--target", "{f}/target", "--prompt", "x", "--tree", "bush"],
+            "known are chain, fixed, dynamic",
+        ),
         (["bench", "--target", "{f}/target", "--questions", "{f}/none.jsonl"], "none.jsonl"),
         (["generate", "{f}/none.yaml"], "no recipe file"),
         (["generate", "smollm2-135m-medusa", "train.minuts=3"], "did you mean train.minutes"),

@@ -72,7 +72,9 @@ def test_every_drafter_and_tree_gives_the_greedy_text(kind, tree, batch):
 def test_every_family_decodes_a_branching_tree_exactly(family, forward):
     if forward == "lean" and family not in LEAN:
         with pytest.raises(ValueError, match="cannot use the lean forward"):
-            SpeculativeDecoder(tiny_target(family), None, forward="lean").generate(torch.ones(1, 3, dtype=torch.long))
+            SpeculativeDecoder(tiny_target(family), None, forward="lean").generate(
+                torch.ones(1, 3, dtype=torch.long)
+            )
         return
     target, ids, mask, answers, scripts = setting(family)
     drafter = ScriptedDrafter(scripts, 97, **DRAFTERS["mixed_rank"])
@@ -89,7 +91,9 @@ def test_a_perfect_chain_takes_the_fewest_forwards_and_a_wrong_one_the_most(dept
     found, stats = decode(target, ScriptedDrafter(scripts, 97), chain(depth), ids, mask, new)
     assert found == answers
     assert stats.forwards == math.ceil((new - 1) / (depth + 1))
-    found, stats = decode(target, ScriptedDrafter(scripts, 97, **DRAFTERS["wrong"]), chain(depth), ids, mask, new)
+    found, stats = decode(
+        target, ScriptedDrafter(scripts, 97, **DRAFTERS["wrong"]), chain(depth), ids, mask, new
+    )
     assert found == answers
     assert stats.forwards == new - 1
 
@@ -128,7 +132,9 @@ def test_eos_inside_a_round_ends_the_row_there(k, tree):
     target, ids, mask, answers, scripts = setting(batch=3)
     eos = [answers[0][k], answers[1][k + 2]]
     expected = greedy_reference(target, ids, mask, NEW, eos_token_id=eos)
-    found, _ = decode(target, ScriptedDrafter(scripts, 97), TREES[tree], ids, mask, eos_token_id=eos, pad_token_id=0)
+    found, _ = decode(
+        target, ScriptedDrafter(scripts, 97), TREES[tree], ids, mask, eos_token_id=eos, pad_token_id=0
+    )
     longest = max(len(row) for row in expected)
     assert found == [row + [0] * (longest - len(row)) for row in expected]
 
@@ -156,7 +162,7 @@ def test_the_drafter_sees_every_committed_token_once_and_in_order():
 
 def test_features_of_the_accepted_path_are_the_targets_own():
     """What observe is given equals an ordinary forward over the same text."""
-    target, ids, mask, answers, scripts = setting(batch=2)
+    target, ids, mask, _answers, scripts = setting(batch=2)
     needs = Needs(layers=(0, 2, 4), final=True)
     got = [[], []]
 
@@ -205,7 +211,7 @@ def test_streaming_hands_out_every_token():
 
 
 def test_refusals_name_what_they_refuse():
-    target, ids, mask, _, scripts = setting(batch=1)
+    target, ids, mask, _, _scripts = setting(batch=1)
     for name, value in {"num_beams": 4, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2}.items():
         with pytest.raises(ValueError, match=name):
             decode(target, None, "chain", ids, mask, **{name: value})

@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-
 from headsmith.heads import DRAFTERS, CheckpointError, build_drafter, load_drafter
 from headsmith.heads.checkpoint import SavedDrafter
 from headsmith.heads.drafter import Drafter, Needs
 from headsmith.heads.eagle3 import default_layers
 from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain
+
 from tests.reference import naive_eagle3_logits
 from tests.tiny import greedy_reference, random_prompts, tiny_target
 
@@ -45,11 +45,17 @@ def batch_of(target, needs, lengths=(9, 14, 6), prompt=3, seed=0):
 def test_decodes_exactly(name, tree, reduced):
     target = tiny_target()
     trained = name in TRAINED
-    drafter = randomised(name, target, draft_vocab_size=48 if reduced else None) if trained else build_drafter(name, target)
+    drafter = (
+        randomised(name, target, draft_vocab_size=48 if reduced else None)
+        if trained
+        else build_drafter(name, target)
+    )
     assert isinstance(drafter, Drafter)
     ids, mask = random_prompts(3, 12)
     expected = greedy_reference(target, ids, mask, 30)
-    out = SpeculativeDecoder(target, drafter, tree=tree).generate(ids, mask, max_new_tokens=30, do_sample=False)
+    out = SpeculativeDecoder(target, drafter, tree=tree).generate(
+        ids, mask, max_new_tokens=30, do_sample=False
+    )
     assert out.sequences[:, 12:].tolist() == expected
 
 
@@ -135,7 +141,9 @@ def test_every_parameter_moves(name):
     drafter = build_drafter(name, target)
     before = {n: p.clone() for n, p in drafter.named_parameters()}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
-    for seed in range(2):  # what starts at zero may hold back the gradient of what is in front of it for one step
+    for seed in range(
+        2
+    ):  # what starts at zero may hold back the gradient of what is in front of it for one step
         features = batch_of(target, Needs(drafter.needs.layers, final=True), seed=seed)
         optimizer.zero_grad()
         drafter(features, target.teacher(drafter.draft_ids)).total(10.0).backward()
@@ -187,7 +195,7 @@ def test_bad_checkpoints_and_targets_are_refused(name, tmp_path):
     target = tiny_target()
     heads = tmp_path / "heads"
     build_drafter(name, target).save_pretrained(heads)
-    with pytest.raises(CheckpointError, match="hidden_size 32.* has 64"):
+    with pytest.raises(CheckpointError, match=r"hidden_size 32.* has 64"):
         load_drafter(heads, tiny_target(hidden_size=64, head_dim=16))
     with pytest.raises(CheckpointError, match="other weights"):
         load_drafter(heads, tiny_target(seed=5))
@@ -205,7 +213,7 @@ def test_bad_checkpoints_and_targets_are_refused(name, tmp_path):
     with pytest.raises(CheckpointError, match=rf"{missing} is missing; surprise is not expected"):
         load_drafter(heads, target)
     (heads / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(CheckpointError, match="cannot be read|can be read"):
+    with pytest.raises(CheckpointError, match=r"can be read"):
         load_drafter(heads, target)
 
 
@@ -235,7 +243,7 @@ def test_impossible_options_are_refused():
             build_drafter(name, target, no_such_option=1)
     with pytest.raises(ValueError, match="known are eagle3"):
         build_drafter("no_such_method", target)
-    with pytest.raises(ValueError, match="three different"):
+    with pytest.raises(ValueError, match=r"three different"):
         build_drafter("eagle3", tiny_target(num_hidden_layers=2))
     with pytest.raises(ValueError, match="lm_head is"):
         build_drafter("medusa", target, lm_head="none")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from headsmith.heads import build_drafter
 from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain, decoder
+
 from tests.laws import chi_square_p_value, count_sequences, joint_law, processed
 from tests.tiny import tiny_target
 
@@ -46,7 +46,12 @@ def sample(target, prompt, method, tree, arguments, runs=RUNS):
     drafter = None
     if method is not None:
         torch.manual_seed(0)
-        drafter = build_drafter(method, target, draft_vocab_size=VOCAB - 2, **({"layers": (0, 1, 2)} if method == "eagle3" else {}))
+        drafter = build_drafter(
+            method,
+            target,
+            draft_vocab_size=VOCAB - 2,
+            **({"layers": (0, 1, 2)} if method == "eagle3" else {}),
+        )
         drafter.to(torch.float64)
         with torch.no_grad():
             for parameter in drafter.parameters():
@@ -56,7 +61,12 @@ def sample(target, prompt, method, tree, arguments, runs=RUNS):
     counts, accepted = torch.zeros(VOCAB**LENGTH), 0
     for _ in range(runs // ROWS):
         out = speculative.generate(
-            prompt.expand(ROWS, -1), max_new_tokens=LENGTH, do_sample=True, top_k=0, generator=generator, **arguments
+            prompt.expand(ROWS, -1),
+            max_new_tokens=LENGTH,
+            do_sample=True,
+            top_k=0,
+            generator=generator,
+            **arguments,
         )
         counts += count_sequences(out.sequences[:, prompt.shape[1] :], VOCAB)
         accepted += out.stats.accepted
@@ -79,7 +89,9 @@ def test_a_bonus_from_the_raw_softmax_is_found_out(target, monkeypatch):
 
     def raw_bonus(tree, probs, uniforms):
         verified = true(tree, probs, uniforms)
-        raw = probs.pow(0.7) / probs.pow(0.7).sum(-1, keepdim=True)  # undoes temperature 0.7 where top-p is off
+        raw = probs.pow(0.7) / probs.pow(0.7).sum(
+            -1, keepdim=True
+        )  # undoes temperature 0.7 where top-p is off
         last = verified.path.gather(1, (verified.counts - 1).clamp(min=0)[:, None])
         rows = raw[torch.arange(len(raw))[:, None], last][:, 0]
         verified.bonus = torch.multinomial(rows, 1)[:, 0]

@@ -247,10 +247,10 @@ def law_over_draws(
     shape: Tree, p: Conditional, q: Conditional, length: int, draft_ids: Sequence[int] | None = None
 ) -> Law:
     vocabulary = len(p(()))
-    if draft_ids is None:
-        over_tokens = q
-    else:
-        over_tokens = lambda context: over_vocabulary(q(context), draft_ids, vocabulary)  # noqa: E731
+
+    def over_tokens(context: Sequence[int]) -> Any:
+        return q(context) if draft_ids is None else over_vocabulary(q(context), draft_ids, vocabulary)
+
     weights, trees = zip(*draws(shape, over_tokens, vocabulary))
     assert sum(weights) == 1
     laws = emitted_laws(trees, p, q, draft_ids)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from headsmith.heads.target import Target
@@ -426,7 +426,7 @@ class _Interview:
     def _decode(self, tokens: list[int]) -> str:
         # Special tokens stay: an answer that holds one has to look so in the checks and in training.
         decode = self.encoder.tokenizer.decode
-        return decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _problem(self, messages: list[dict[str, Any]], finished: Finished) -> str:
         """Why training could not use this conversation as the target saw it, or ""."""

@@ -33,8 +33,8 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = text_config(model)
-        self.decoder = find_decoder(model)
-        self.layers = find_layers(self.decoder, self.config.num_hidden_layers)
+        self.decoder: Any = find_decoder(model)
+        self.layers: Any = find_layers(self.decoder, self.config.num_hidden_layers)
         self._heads: dict[int | None, tuple[Tensor | None, HeadPath]] = {}
 
     @classmethod
@@ -148,7 +148,7 @@ class Target:
 
 
 class FrozenTeacher:
-    """The target as trained drafters see it (protocol `Teacher`): its head over the draft vocabulary, its embeddings."""
+    """The target as trained drafters see it (`Teacher`): its head over the draft vocabulary, its embeddings."""
 
     def __init__(self, target: Target, draft_ids: Tensor | None = None) -> None:
         self._head = target.head(draft_ids)
