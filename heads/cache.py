@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # the buffers hold a multiple of this many slots once they have grown
+# A forward looks at a multiple of this many slots: bf16 kernels on CPU round differently at other lengths, and the
+# same node would then not come out bit for bit the same beside 1 and beside 8 others.
+LOOK = 32
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class RaggedTreeCache:
         self._place: list[tuple[int, int]] = []
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        slots = max(capacity, 1)
+        slots = _up(max(capacity, 1), LOOK)
         shapes = list(dict.fromkeys(layers))
         for shape in shapes:
             count = layers.count(shape)
@@ -93,7 +96,7 @@ class RaggedTreeCache:
         lengths = self.lengths[rows]
         values = lengths.tolist()
         first = values[0] + before if len(set(values)) == 1 else None
-        used = max(values) + before + nodes
+        used = _up(max(values) + before + nodes, LOOK)
         self._grow(used)
         slots = (lengths + before)[:, None] + torch.arange(nodes, device=lengths.device)
         return Span(rows, _numbers(lengths), slots, first, used, before)
@@ -159,7 +162,7 @@ class RaggedTreeCache:
     def _grow(self, used: int) -> None:
         if used <= self.slots:
             return
-        slots = -(-used * 5 // 4 // BLOCK) * BLOCK
+        slots = _up(used * 5 // 4, BLOCK)
 
         def larger(buffer: Tensor) -> Tensor:
             grown = buffer.new_zeros(*buffer.shape[:3], slots, buffer.shape[4])
@@ -168,6 +171,10 @@ class RaggedTreeCache:
 
         self._keys = [larger(buffer) for buffer in self._keys]
         self._values = [larger(buffer) for buffer in self._values]
+
+
+def _up(number: int, block: int) -> int:
+    return -(-number // block) * block
 
 
 def _numbers(lengths: Tensor) -> Tensor:

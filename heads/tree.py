@@ -57,10 +57,31 @@ class DraftTree:
         """[B, N, N] bool: entry (i, j) says that node j is node i or one of its ancestors."""
         return ancestor_mask(self.parents)
 
-    def is_chain(self) -> bool:
-        """Whether every node is the child of the one before it (no mask but the causal one is needed)."""
-        line = torch.arange(-1, self.size - 1, device=self.parents.device)
-        return bool((self.parents == line).all())
+    def best_chain_first(self) -> DraftTree:
+        """The same tree with the chain of first children right behind node 0.
+
+        Such nodes then stand in the slots they would have in plain decoding, and round as they would there.
+        """
+        rows = torch.arange(self.tokens.shape[0], device=self.tokens.device)
+        front = torch.zeros_like(self.tokens, dtype=torch.bool)
+        node = torch.zeros_like(self.counts)
+        going = self.counts > 0
+        for _ in range(self.size):
+            front[rows, node] |= going
+            children = (self.parents == node[:, None]) & self.valid()
+            going = going & children.any(1)
+            node = torch.where(going, children.long().argmax(1), node)
+            if not bool(going.any()):
+                break
+        order = (~front).long().sort(dim=1, stable=True).indices
+        place = order.argsort(dim=1)
+        parents = self.parents.gather(1, order)
+        return DraftTree(
+            tokens=self.tokens.gather(1, order),
+            parents=torch.where(parents < 0, parents, place.gather(1, parents.clamp(min=0))),
+            depth=self.depth.gather(1, order),
+            counts=self.counts,
+        )
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:

@@ -212,7 +212,7 @@ class _Pool:
             parents=torch.cat((first - 1, torch.where(kept, parents, 0)), 1),
             depth=torch.cat((first, torch.where(kept, self.depth.gather(1, order), 1)), 1),
             counts=torch.where(active, kept.sum(1) + 1, 0),
-        )
+        ).best_chain_first()
 
 
 class _Growing:
