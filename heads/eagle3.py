@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .cache import LayerShape, RaggedTreeCache
 from .checkpoint import SavedDrafter
 from .drafter import DraftState, HeadLoss, Needs, Proposal, TargetFeatures, Teacher, last_valid, register
-from .layers import Linear, RMSNorm, apply_rope, fold_mask, rope_tables, tree_attention
+from .layers import Fused, Linear, RMSNorm, apply_rope, fold_mask, rope_tables, tree_attention
 from .losses import Supervision, compare_level, head_loss
 from .unrolled import unrolled_attention
 from .vocabulary import draft_vocabulary
@@ -79,13 +79,21 @@ class Attention(nn.Module):
         self.k_proj = Linear(wide, self.key_heads * self.dim, bias=False)
         self.v_proj = Linear(wide, self.key_heads * self.dim, bias=False)
         self.o_proj = Linear(self.heads * self.dim, config.hidden_size, bias=False)
+        self._fused: Fused | None = None
+
+    def pack(self) -> None:
+        """Queries, keys and values in one product from here on; the weights must not change any more."""
+        self._fused = Fused(self.q_proj, self.k_proj, self.v_proj)
+        self.o_proj.pack()
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, N, 2H] -> rotated queries and keys, and values, each [B, heads, N, D]."""
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        if self._fused is None:
+            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        else:
+            sizes = [heads * self.dim for heads in (self.heads, self.key_heads, self.key_heads)]
+            parts = list(self._fused(x).split(sizes, dim=-1))
+        query, key, value = (part.unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in parts)
         cos, sin = cos[:, None].to(query.dtype), sin[:, None].to(query.dtype)
         return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
 
@@ -98,9 +106,18 @@ class MLP(nn.Module):
         self.gate_proj = Linear(hidden, intermediate, bias=False)
         self.up_proj = Linear(hidden, intermediate, bias=False)
         self.down_proj = Linear(intermediate, hidden, bias=False)
+        self._fused: Fused | None = None
+
+    def pack(self) -> None:
+        """Both inner products in one from here on; the weights must not change any more."""
+        self._fused = Fused(self.gate_proj, self.up_proj)
+        self.down_proj.pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self._fused is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self._fused(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class MidLayer(nn.Module):

@@ -5,6 +5,8 @@ B batch, N tokens, H hidden, D head width, G query heads that share one key/valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,14 +43,40 @@ def pack_weight(weight: Tensor) -> Tensor | None:
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias with a weight of `pack_weight`."""
+    if x.numel() == x.shape[-1]:
+        # The kernel for a single row is slower than that for two, and rounds differently.
+        two = x.reshape(1, -1).expand(2, -1)
+        return torch.ops.mkldnn._linear_pointwise(two, weight, bias, "none", [], "")[:1].view(*x.shape[:-1], -1)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+class Fused:
+    """One matrix product in place of several: stacked weights of `nn.Linear`s with the same input."""
+
+    def __init__(self, *parts: nn.Linear) -> None:
+        self.weight = (
+            torch.cat([p.weight.detach() for p in parts]) if len(parts) > 1 else parts[0].weight.detach()
+        )
+        biases = [p.bias for p in parts]
+        self.bias: Tensor | None = None
+        if any(b is not None for b in biases):
+            whole = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias.detach() for p in parts]
+            self.bias = torch.cat(whole)
+        self.packed = pack_weight(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return packed_linear(x, self.packed, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
 def pack_linears(module: nn.Module) -> None:
-    """Pack every `Linear` inside a frozen module."""
-    for part in module.modules():
-        if isinstance(part, Linear):
-            part.pack()
+    """Prepare a frozen module for inference: every part that can pack itself, as a whole, does."""
+    for part in module.children():
+        if isinstance(pack := getattr(part, "pack", None), Callable):
+            pack()
+        else:
+            pack_linears(part)
 
 
 class RMSNorm(nn.Module):

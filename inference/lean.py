@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from headsmith.heads.cache import LayerShape, RaggedTreeCache, Span
-from headsmith.heads.layers import apply_rope, fold_mask, pack_weight, packed_linear, rms_norm, tree_attention
+from headsmith.heads.layers import Fused, apply_rope, fold_mask, rms_norm, tree_attention
 from headsmith.heads.target import Target
 from torch import Tensor, nn
 
@@ -20,26 +20,6 @@ STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depe
 # Root-mean-square difference of the logits on random tokens, in their standard deviations. The model itself, in bf16,
 # stands 0.08 from its fp32 logits there; a wrong layout gives 0.5 and more.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
-
-
-class Fused:
-    """One matrix product in place of several: stacked weights of `nn.Linear`s with the same input."""
-
-    def __init__(self, *parts: nn.Linear) -> None:
-        self.weight = (
-            torch.cat([p.weight.detach() for p in parts]) if len(parts) > 1 else parts[0].weight.detach()
-        )
-        biases = [p.bias for p in parts]
-        self.bias: Tensor | None = None
-        if any(b is not None for b in biases):
-            whole = [p.weight.new_zeros(p.out_features) if p.bias is None else p.bias.detach() for p in parts]
-            self.bias = torch.cat(whole)
-        self.packed = pack_weight(self.weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return packed_linear(x, self.packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass
