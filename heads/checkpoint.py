@@ -35,6 +35,7 @@ class SavedDrafter(nn.Module):
 
     config_class: ClassVar[type]
     method: ClassVar[str]
+    captures: ClassVar[int] = 0  # C, layers of the target it reads beside the final feature
     needs: Needs
     draft_ids: Tensor | None
     build: ClassVar[Any]  # build(target, **options): an untrained drafter

@@ -163,6 +163,7 @@ class Eagle3(SavedDrafter):
     """The EAGLE-3 drafter. Its pre-norm output state feeds the next level; logits are lm_head(norm(state))."""
 
     config_class = Eagle3Config
+    captures = 3
     feature_scale: Tensor
 
     def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ from headsmith.heads.target import Target
 from headsmith.heads.tree import DraftTree
 from torch import Tensor
 
-from .engine import NodeOutput, Session
+from .engine import NodeOutput, Session, choose_forward
 from .options import DecodingOptions, decoding_options
 from .rows import Rows, right_padded
 from .stats import DecodeStats
@@ -58,7 +58,7 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = drafter
         self.builder = make_tree(tree)
-        self.forward = forward
+        self.forward = choose_forward(target, forward)
 
     @property
     def tree_name(self) -> str:

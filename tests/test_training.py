@@ -366,9 +366,7 @@ def test_every_parameter_changes_after_one_step(method, tmp_path):
     before = {name: value.clone() for name, value in session.drafter.named_parameters()}
     loop.fit(session.run)
     assert session.run.state.step == 1
-    assert [
-        name for name, value in session.drafter.named_parameters() if torch.equal(value, before[name])
-    ] == []
+    assert [name for name, value in session.drafter.named_parameters() if torch.equal(value, before[name])] == []
 
 
 def test_weights_are_fp32_masters_and_move_under_small_steps_also_after_a_resume(tmp_path):
@@ -421,9 +419,7 @@ def test_only_matrices_decay():
 
 def test_learning_rate_warms_up_and_follows_the_schedule():
     def train(**changes):
-        return TrainSection(
-            **{"max_steps": 100, "lr": 1.0, "warmup_fraction": 0.1, "min_lr_fraction": 0.1, **changes}
-        )
+        return TrainSection(**{"max_steps": 100, "lr": 1.0, "warmup_fraction": 0.1, "min_lr_fraction": 0.1, **changes})
 
     assert learning_rate(train(), 0, 0.0) == pytest.approx(0.1)
     assert learning_rate(train(schedule="constant"), 5, 0.05) == pytest.approx(0.55)
@@ -634,9 +630,7 @@ def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path, capsys):
 
 def test_checkpoints_are_not_overwritten(tmp_path):
     trainer.train(make_recipe(tmp_path), chat_target())
-    with pytest.raises(
-        CheckpointError, match=r"holds checkpoints up to step-000010; set resume=true .* or choose"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds checkpoints up to step-000010; set resume=true .* or choose"):
         trainer.train(make_recipe(tmp_path), chat_target())
 
 
@@ -652,9 +646,7 @@ def test_checkpoints_are_not_overwritten(tmp_path):
 )
 def test_a_resume_with_another_recipe_is_refused(key, override, tmp_path):
     trainer.train(make_recipe(tmp_path), chat_target())
-    with pytest.raises(
-        CheckpointError, match=rf"another run: {re.escape(key)} found .*, expected .*; restore"
-    ):
+    with pytest.raises(CheckpointError, match=rf"another run: {re.escape(key)} found .*, expected .*; restore"):
         trainer.train(make_recipe(tmp_path, "resume=true", override), chat_target())
 
 
@@ -689,22 +681,16 @@ def test_the_newest_are_kept_and_half_written_ones_are_never_picked(tmp_path):
     assert recipes == recipe
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.bin", "identity.json", "custom_checkpoint_0.pkl"]
-)
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.bin", "identity.json", "custom_checkpoint_0.pkl"])
 def test_a_damaged_checkpoint_is_named(file, tmp_path):
     trainer.train(make_recipe(tmp_path), chat_target())
     folder = tmp_path / "out/checkpoints/step-000010"
     (folder / file).write_bytes((folder / file).read_bytes()[:20])
-    with pytest.raises(
-        CheckpointError, match=r"step-000010 cannot be read: .*; delete it to go on from the one"
-    ):
+    with pytest.raises(CheckpointError, match=r"step-000010 cannot be read: .*; delete it to go on from the one"):
         trainer.train(make_recipe(tmp_path, "resume=true"), chat_target())
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left")]
-)
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("No space left")])
 def test_a_full_disk_leaves_earlier_checkpoints_as_they_are(error, tmp_path, monkeypatch):
     save = Accelerator.save_state
 
@@ -746,9 +732,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_saves_nothing(tmp_path, mo
         return features
 
     monkeypatch.setattr(OnlineFeatures, "__call__", broken)
-    with pytest.raises(
-        NonFiniteLossError, match=r"norm is nan at step 7, expected a finite number; lower train.lr"
-    ):
+    with pytest.raises(NonFiniteLossError, match=r"norm is nan at step 7, expected a finite number; lower train.lr"):
         trainer.train(make_recipe(tmp_path), chat_target())
     assert [path.name for path in (tmp_path / "out/checkpoints").iterdir()] == ["step-000005"]
     weights = load_file(tmp_path / "out/checkpoints/step-000005/model.safetensors")
@@ -761,9 +745,7 @@ def test_a_loss_that_stays_bad_is_found_where_the_gradient_is_not_looked_at():
     loss = head_loss([10], [5], [5])
     loss.loss *= math.nan
     window.add(loss)
-    with pytest.raises(
-        NonFiniteLossError, match=r"add up to \[nan\], expected finite numbers; lower train.lr"
-    ):
+    with pytest.raises(NonFiniteLossError, match=r"add up to \[nan\], expected finite numbers; lower train.lr"):
         window.collect()
 
 
@@ -819,9 +801,7 @@ def test_an_empty_window_reports_nothing():
 
 
 def test_evaluation_says_what_was_forced_and_what_was_decoded(tmp_path, capsys):
-    recipe = make_recipe(
-        tmp_path, "evaluate={prompts: 2, new_tokens: 8}", "train.eval_every=4", method="eagle3"
-    )
+    recipe = make_recipe(tmp_path, "evaluate={prompts: 2, new_tokens: 8}", "train.eval_every=4", method="eagle3")
     heads = trainer.train(recipe, chat_target())
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
     assert found["teacher_forced"].keys() == {
@@ -848,9 +828,7 @@ def test_decoded_counts_what_a_perfect_drafter_brings():
 
 @pytest.mark.parametrize("train_on", ["answers", "all"])
 def test_held_out_prompts_end_with_the_generation_prompt(train_on, tmp_path):
-    recipe = make_recipe(
-        tmp_path, f"data.train_on={train_on}", "data.eval_fraction=0.5", "evaluate.prompts=3"
-    )
+    recipe = make_recipe(tmp_path, f"data.train_on={train_on}", "data.eval_fraction=0.5", "evaluate.prompts=3")
     data = trainer.load_data(recipe, chat_target())
     assert len(data.prompts) == 3 and len(data.held_out) == 7
     for prompt in data.prompts:
@@ -889,9 +867,7 @@ def test_tensorboard_gets_every_level(tmp_path):
         chat_target(),
     )
     events = EventAccumulator(str(tmp_path / "out/headsmith")).Reload()
-    assert {"loss/0", "loss/1", "teacher_forced_top1/1", "lr", "held_out/top_k/1/9"} <= set(
-        events.Tags()["scalars"]
-    )
+    assert {"loss/0", "loss/1", "teacher_forced_top1/1", "lr", "held_out/top_k/1/9"} <= set(events.Tags()["scalars"])
 
 
 # ---- refusals ----

@@ -91,9 +91,7 @@ def decoded(
 
 def report(path: Path, console: Console, forced: dict[str, Any], real: dict[str, Any]) -> None:
     """Write both to `path` as JSON and print them as tables."""
-    path.write_text(
-        json.dumps({"teacher_forced": forced, "decoded": real}, indent=2) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps({"teacher_forced": forced, "decoded": real}, indent=2) + "\n", encoding="utf-8")
     if forced:
         table = Table(title="held-out text, teacher-forced")
         for heading in ("level", "loss", "top-1", "top-3", "top-10", "conditional acceptance"):

@@ -234,9 +234,7 @@ def feature_bytes(samples: Sequence[Sample], needs: Needs, target: Target) -> in
     return tokens * ((len(needs.layers) + 1) * target.hidden_size * target.dtype.itemsize + 8)
 
 
-def make_features(
-    kind: str, target: Target, samples: Sequence[Sample], needs: Needs, copies: int = 1
-) -> FeatureSource:
+def make_features(kind: str, target: Target, samples: Sequence[Sample], needs: Needs, copies: int = 1) -> FeatureSource:
     """The source that `train.features` names: online or memory."""
     if kind == "memory":
         return MemoryFeatures(target, samples, needs, copies)

@@ -113,9 +113,7 @@ def learning_rate(train: TrainSection, step: int, progress: float) -> float:
     return train.lr * (0.1 + 0.9 * min(warm, 1.0)) * decayed
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, train: TrainSection, step: int, progress: float
-) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainSection, step: int, progress: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(train, step, progress)
 

@@ -89,9 +89,7 @@ class Checkpoints:
         size: bytes of a checkpoint, roughly.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, recipe: Recipe, identity: dict[str, Any], size: int = 0
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, recipe: Recipe, identity: dict[str, Any], size: int = 0) -> None:
         self.accelerator = accelerator
         self.size = size
         self.recipe = recipe
@@ -160,9 +158,7 @@ class Checkpoints:
         problem = f"{type(error).__name__}: {error}"
         if getattr(error, "errno", None) == errno.ENOSPC or words:
             problem = f"the disk is full ({self.size:,} bytes needed, {free:,} free)"
-        return (
-            f"cannot save {folder}: {problem}; free some space, then resume=true: earlier ones are unchanged"
-        )
+        return f"cannot save {folder}: {problem}; free some space, then resume=true: earlier ones are unchanged"
 
     def restore(self, folder: Path) -> None:
         """Load a checkpoint into what is prepared and registered.
@@ -182,9 +178,7 @@ class Checkpoints:
     def _check_identity(self, saved: dict[str, Any], folder: Path) -> None:
         given = json.loads(json.dumps(self.identity))
         wrong = [
-            f"{key} found {given[key]!r}, expected {saved.get(key)!r}"
-            for key in given
-            if given[key] != saved.get(key)
+            f"{key} found {given[key]!r}, expected {saved.get(key)!r}" for key in given if given[key] != saved.get(key)
         ]
         if wrong:
             raise CheckpointError(

@@ -182,9 +182,7 @@ def load_data(recipe: Recipe, target: Target) -> Data:
     """Read, encode and split the conversations. Raises: ConversationError."""
     paths, tokenizer, section = recipe.train_paths, target.tokenizer, recipe.data
     if tokenizer is None:
-        raise RecipeError(
-            f"{target.name} has no tokenizer; pass Target(model, tokenizer), or save one beside it"
-        )
+        raise RecipeError(f"{target.name} has no tokenizer; pass Target(model, tokenizer), or save one beside it")
     samples, summary = load_samples(paths, tokenizer, section)
     if section.eval is None:
         samples, held_out = hold_out(samples, section)
@@ -220,16 +218,12 @@ def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
     checkpoints = Checkpoints(accelerator, recipe, identity, checkpoint_bytes(drafter))
     if newest := checkpoints.prepare():
         checkpoints.restore(newest)
-    features = make_features(
-        recipe.train.features, target, data.train, drafter.needs, local_processes(accelerator)
-    )
+    features = make_features(recipe.train.features, target, data.train, drafter.needs, local_processes(accelerator))
     tracker = Tracker(accelerator, recipe, state.step)
     tracker.say(data.summary)
     tracker.say(introduction(recipe, drafter, target, data, accelerator.num_processes))
     if recipe.resume:
-        tracker.say(
-            f"going on from {newest}" if newest else f"no checkpoint in {checkpoints.root}: starting anew"
-        )
+        tracker.say(f"going on from {newest}" if newest else f"no checkpoint in {checkpoints.root}: starting anew")
     # Only now: the checkpoint's draft vocabulary counts, not one made for this call.
     teacher = FrozenTeacher(target, drafter.draft_ids)
     evaluate = evaluation(recipe, accelerator, drafter, target, data, ema, teacher)
@@ -250,9 +244,7 @@ def new_drafter(recipe: Recipe, target: Target) -> Any:
     except ValueError as error:
         raise RecipeError(f"drafter: {error}") from error
     if not isinstance(drafter, nn.Module):
-        raise RecipeError(
-            f"drafter.method is {recipe.drafter.method}, which has no weights and needs no training"
-        )
+        raise RecipeError(f"drafter.method is {recipe.drafter.method}, which has no weights and needs no training")
     for parameter in drafter.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -401,9 +393,7 @@ def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, 2 for an error the user can mend, 130 if interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="python -m headsmith.training.train", description="Train draft heads."
-    )
+    parser = argparse.ArgumentParser(prog="python -m headsmith.training.train", description="Train draft heads.")
     parser.add_argument("recipe", help="a YAML file, or the name of a packaged recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as in train.minutes=5 or seed=1")
     given = parser.parse_args(arguments)
