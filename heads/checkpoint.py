@@ -127,9 +127,7 @@ def read_drafter(folder: str | Path) -> Any:
     drafter = drafter_class(config, tensors.get("draft_ids"))
     problems = list(_differences(drafter.state_dict(), tensors))
     if problems:
-        raise CheckpointError(
-            f"{folder}/model.safetensors does not fit its config.json: {'; '.join(problems)}"
-        )
+        raise CheckpointError(f"{folder}/model.safetensors does not fit its config.json: {'; '.join(problems)}")
     drafter.load_state_dict(tensors, strict=True)
     drafter.trained_for = saved.get("target", {})
     return drafter

@@ -52,9 +52,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))  # JSON and YAML hand over a list
         if len(self.layers) != 3 or len(set(self.layers)) != 3:
-            raise ValueError(
-                f"layers are three different indices of the target's hidden states, not {self.layers}"
-            )
+            raise ValueError(f"layers are three different indices of the target's hidden states, not {self.layers}")
         if self.steps < 1 or self.max_depth < 1:
             raise ValueError(f"steps and max_depth are at least 1, not {self.steps}, {self.max_depth}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -201,9 +199,7 @@ class Eagle3(SavedDrafter):
         state = self.fuse(features.hidden)
         results, keys, values = [], [], []
         for step in range(min(steps or self.config.steps, self.config.max_depth)):
-            following = features.input_ids.roll(
-                -1 - step, dims=1
-            )  # wraps at the right edge, which is never supervised
+            following = features.input_ids.roll(-1 - step, dims=1)  # wraps at the right edge, which is never supervised
             cos, sin = self._rope(torch.arange(state.shape[1], device=state.device)[None] + step)
             x = self.midlayer.inputs(teacher.embed(following), state)
             query, key, value = self.midlayer.self_attn.project(x, cos, sin)
@@ -270,9 +266,7 @@ class Eagle3(SavedDrafter):
         )
         keys, values = state.cache.update(0, key, value, span)
         attention = self.midlayer.self_attn
-        mask = fold_mask(
-            state.cache.mask(span, ancestors), attention.heads // attention.key_heads, query.dtype
-        )
+        mask = fold_mask(state.cache.mask(span, ancestors), attention.heads // attention.key_heads, query.dtype)
         return self.midlayer.finish(below, tree_attention(query, keys, values, mask, attention.dim**-0.5))
 
     def _propose(self, states: Tensor) -> Proposal:
@@ -317,9 +311,7 @@ def default_layers(depth: int) -> tuple[int, int, int]:
     Raises: ValueError for a target of fewer than 3 layers.
     """
     if depth < 3:
-        raise ValueError(
-            f"the target has {depth} layers, EAGLE-3 reads three different ones; use medusa instead"
-        )
+        raise ValueError(f"the target has {depth} layers, EAGLE-3 reads three different ones; use medusa instead")
     chosen = (2, depth // 2, depth - 3)
     if chosen[0] < chosen[1] < chosen[2]:
         return chosen

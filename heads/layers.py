@@ -5,8 +5,6 @@ B batch, N tokens, H hidden, D head width, G query heads that share one key/valu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,11 +30,7 @@ class Linear(nn.Linear):
 
 def pack_weight(weight: Tensor) -> Tensor | None:
     """The prepacked form of a weight, or None where prepacking does not apply."""
-    if (
-        weight.device.type != "cpu"
-        or weight.dtype != torch.bfloat16
-        or not torch.backends.mkldnn.is_available()
-    ):
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 
@@ -54,9 +48,7 @@ class Fused:
     """One matrix product in place of several: stacked weights of `nn.Linear`s with the same input."""
 
     def __init__(self, *parts: nn.Linear) -> None:
-        self.weight = (
-            torch.cat([p.weight.detach() for p in parts]) if len(parts) > 1 else parts[0].weight.detach()
-        )
+        self.weight = torch.cat([p.weight.detach() for p in parts]) if len(parts) > 1 else parts[0].weight.detach()
         biases = [p.bias for p in parts]
         self.bias: Tensor | None = None
         if any(b is not None for b in biases):
@@ -73,7 +65,7 @@ class Fused:
 def pack_linears(module: nn.Module) -> None:
     """Prepare a frozen module for inference: every part that can pack itself, as a whole, does."""
     for part in module.children():
-        if isinstance(pack := getattr(part, "pack", None), Callable):
+        if callable(pack := getattr(part, "pack", None)):
             pack()
         else:
             pack_linears(part)

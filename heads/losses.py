@@ -42,7 +42,9 @@ class Supervision:
         assert features.loss_mask is not None and features.final is not None and features.top is not None
         row, following = features.loss_mask[:, 1:].nonzero(as_tuple=True)
         final = features.final[row, following]
-        return cls(row, following, teacher.logits(final), _to_draft(features.top[row, following], draft_ids))
+        with torch.autocast(final.device.type, enabled=False):  # the teacher speaks in the target's own dtype
+            logits = teacher.logits(final)
+        return cls(row, following, logits, _to_draft(features.top[row, following], draft_ids))
 
     def at_level(self, level: int) -> tuple[Tensor, Tensor]:
         """[P] bool: which positions a level can predict; [P] the drafter's index t for each (0 where it cannot)."""

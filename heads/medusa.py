@@ -42,9 +42,7 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"num_heads and num_layers are at least 1, not {self.num_heads}, {self.num_layers}"
-            )
+            raise ValueError(f"num_heads and num_layers are at least 1, not {self.num_heads}, {self.num_layers}")
         if self.lm_head not in ("own", "shared"):
             raise ValueError(f"lm_head is 'own' or 'shared', not {self.lm_head!r}")
 
@@ -82,8 +80,7 @@ class Medusa(SavedDrafter):
         size = config.vocab_size if draft_ids is None else len(draft_ids)
         heads = range(config.num_heads)
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)))
-            for _ in heads
+            nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_layers))) for _ in heads
         )
         self.lm_heads = nn.ModuleList(
             Linear(config.hidden_size, size, bias=False) for _ in heads if config.lm_head == "own"
@@ -121,10 +118,10 @@ class Medusa(SavedDrafter):
         return head_loss(results, supervision, self.config.loss_decay)
 
     def _logits(self, level: int, feature: Tensor, teacher: Teacher) -> Tensor:
-        hidden = self.blocks[level](feature.to(self.dtype) if not torch.is_autocast_enabled() else feature)
-        return (
-            self.lm_heads[level](hidden) if len(self.lm_heads) else teacher.logits(hidden.to(feature.dtype))
+        hidden = self.blocks[level](
+            feature.to(self.dtype) if not torch.is_autocast_enabled(feature.device.type) else feature
         )
+        return self.lm_heads[level](hidden) if len(self.lm_heads) else teacher.logits(hidden.to(feature.dtype))
 
     def start(self, session: Any, input_ids: Tensor, lengths: Tensor) -> MedusaState:
         return MedusaState(session, input_ids.shape[0])
@@ -135,9 +132,7 @@ class Medusa(SavedDrafter):
         assert features is not None and features.final is not None
         feature = last_valid(features.final, counts)
         teacher = state.session.target.teacher(self.draft_ids)
-        levels = [
-            self._logits(k, feature, teacher).float().log_softmax(-1) for k in range(self.config.num_heads)
-        ]
+        levels = [self._logits(k, feature, teacher).float().log_softmax(-1) for k in range(self.config.num_heads)]
         state.scores = torch.stack(levels, 1)
         state.level = torch.zeros(state.batch, 1, dtype=torch.long, device=feature.device)
         return Proposal(state.scores[:, :1])

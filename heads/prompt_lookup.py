@@ -38,9 +38,7 @@ class PromptLookup:
 
     def __init__(self, longest: int = 3, branches: int = 2, max_depth: int = 8) -> None:
         if longest < 1 or branches < 1 or max_depth < 1:
-            raise ValueError(
-                f"longest, branches and max_depth are at least 1, not {longest}, {branches}, {max_depth}"
-            )
+            raise ValueError(f"longest, branches and max_depth are at least 1, not {longest}, {branches}, {max_depth}")
         self.longest, self.branches, self.max_depth = longest, branches, max_depth
 
     @classmethod
@@ -70,9 +68,7 @@ class PromptLookup:
             known += paths[-1]
         return self._level(state, paths, tokens.device)
 
-    def _level(
-        self, state: LookupState, paths: list[list[tuple[int, ...]]], device: torch.device
-    ) -> Proposal:
+    def _level(self, state: LookupState, paths: list[list[tuple[int, ...]]], device: torch.device) -> Proposal:
         shape = (len(paths), len(paths[0]), self.branches)
         ids = torch.zeros(shape, dtype=torch.long)
         scores = torch.full(shape, -torch.inf)

@@ -151,12 +151,8 @@ def summary(
         "ratio_plain": ratio(plain.answers, method.answers),
         "median_ratio_generate": median_ratio(generate.answers, method.answers),
         "median_ratio_plain": median_ratio(plain.answers, method.answers),
-        "predicted_ratio": None
-        if plain_tau or not method.costs
-        else round(method.costs.predicted_ratio(tau or 1), 3),
-        "round_ms": None
-        if not method.costs
-        else {k: round(1e3 * v, 2) for k, v in vars(method.costs).items()},
+        "predicted_ratio": None if plain_tau or not method.costs else round(method.costs.predicted_ratio(tau or 1), 3),
+        "round_ms": None if not method.costs else {k: round(1e3 * v, 2) for k, v in vars(method.costs).items()},
         "identical": sum(a.tokens == b.tokens for a, b in zip(method.answers, plain.answers)),
         "differences": differences(setting, method, plain, questions),
         "by_category": by_category(method, plain, questions),
@@ -195,9 +191,7 @@ def conditional(stats: DecodeStats) -> list[float]:
     return [round(now / last, 3) if last else 0.0 for now, last in zip(stats.accepted_at, before)]
 
 
-def by_category(
-    method: Method, plain: Method, questions: Sequence[Question]
-) -> dict[str, dict[str, float | None]]:
+def by_category(method: Method, plain: Method, questions: Sequence[Question]) -> dict[str, dict[str, float | None]]:
     groups: dict[str, list[int]] = defaultdict(list)
     for index, question in enumerate(questions):
         groups[question.category].append(index)
@@ -213,18 +207,14 @@ def by_category(
     return result
 
 
-def differences(
-    setting: Setting, method: Method, plain: Method, questions: Sequence[Question]
-) -> list[dict[str, Any]]:
+def differences(setting: Setting, method: Method, plain: Method, questions: Sequence[Question]) -> list[dict[str, Any]]:
     """Where a method's text leaves plain decoding: the place, and the margin of the target's logits there."""
     found = []
     for question, ours, theirs in zip(questions, method.answers, plain.answers):
         if ours.tokens == theirs.tokens:
             continue
         pairs = zip(ours.tokens, theirs.tokens)
-        place = next(
-            (i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours.tokens), len(theirs.tokens))
-        )
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours.tokens), len(theirs.tokens)))
         margin = None
         if place < min(len(ours.tokens), len(theirs.tokens)):
             prefix = torch.tensor([theirs.tokens[:place]], dtype=torch.long, device=question.input_ids.device)

@@ -49,9 +49,7 @@ def round_costs(
     lengths = torch.tensor([context], device=target.device)
     output = session.prefill(prompt, lengths)
     state = drafter.start(session, prompt, lengths)
-    features = (
-        None if drafter.needs.positions == "none" else TargetFeatures(prompt, output.hidden, output.final)
-    )
+    features = None if drafter.needs.positions == "none" else TargetFeatures(prompt, output.hidden, output.final)
     drafter.observe(state, features, prompt.roll(-1, 1), lengths)
     root, active = prompt[:, -1], torch.ones(1, dtype=torch.bool, device=target.device)
 

@@ -62,11 +62,7 @@ class SpeculativeDecoder:
 
     @property
     def tree_name(self) -> str:
-        return (
-            "plain"
-            if self.drafter is None
-            else str(getattr(self.builder, "name", type(self.builder).__name__))
-        )
+        return "plain" if self.drafter is None else str(getattr(self.builder, "name", type(self.builder).__name__))
 
     @torch.inference_mode()
     def generate(
@@ -87,9 +83,7 @@ class SpeculativeDecoder:
         options = decoding_options(self.target, **arguments)
         prompts, lengths = right_padded(input_ids, attention_mask)
         rows = Rows(input_ids, lengths, options, streamer)
-        stats = DecodeStats(
-            self.tree_name, rows.batch, getattr(self.builder, "depth", 0) if self.drafter else 0
-        )
+        stats = DecodeStats(self.tree_name, rows.batch, getattr(self.builder, "depth", 0) if self.drafter else 0)
         if rows.limit == 0:
             return DecodeOutput(rows.sequences(), stats)
         self._check_positions(int(lengths.max()) + rows.limit)
@@ -166,9 +160,7 @@ class SpeculativeDecoder:
         rows = torch.arange(path.shape[0], device=path.device)[:, None]
         tokens = tree.tokens.gather(1, path)
         last = (verified.counts - 1).clamp(min=0)
-        following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(
-            1, last[:, None], verified.bonus[:, None]
-        )
+        following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(1, last[:, None], verified.bonus[:, None])
         hidden = None if output.hidden is None else output.hidden[rows, path]
         return _Seen(TargetFeatures(tokens, hidden, output.final[rows, path]), following)
 

@@ -69,13 +69,9 @@ class _SpanLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.index is None:
-            raise RuntimeError(
-                "a layer asks for keys and values that it did not have when the target was loaded"
-            )
+            raise RuntimeError("a layer asks for keys and values that it did not have when the target was loaded")
         return self.cache.update(self.index, key_states, value_states, self.span)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -101,9 +97,7 @@ class _Recorder(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.found[self.layer] = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3])
         return key_states, value_states
 

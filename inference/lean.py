@@ -147,9 +147,7 @@ def _require_layout(target: Target) -> None:
         if not condition:
             raise ValueError(f"not of the common layout: {what}")
 
-    require(
-        set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}, "layer types"
-    )
+    require(set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}, "layer types")
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     require(not windowed or getattr(config, "layer_types", None), "a sliding window")
     names = {name for name, _ in target.decoder.named_children()}

@@ -38,13 +38,9 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tens
 class Rows:
     """Answers of a batch: tokens are pushed one by one, so that EOS and length cut exactly where generate() cuts."""
 
-    def __init__(
-        self, input_ids: Tensor, lengths: Tensor, options: DecodingOptions, streamer: Any = None
-    ) -> None:
+    def __init__(self, input_ids: Tensor, lengths: Tensor, options: DecodingOptions, streamer: Any = None) -> None:
         if streamer is not None and input_ids.shape[0] > 1:
-            raise ValueError(
-                f"a streamer shows one row, not {input_ids.shape[0]}; decode the prompts one by one"
-            )
+            raise ValueError(f"a streamer shows one row, not {input_ids.shape[0]}; decode the prompts one by one")
         self.input_ids = input_ids
         self.options = options
         self.limit = options.new_tokens(input_ids.shape[1])

@@ -59,9 +59,7 @@ class FixedTree:
             needed += [(*path[:-1], path[-1] - 1)] if path and path[-1] > 0 else []
             missing = [p for p in needed if p not in known]
             if not path or missing:
-                raise ValueError(
-                    f"the path {list(path)} of a fixed tree needs {missing or 'at least one rank'} too"
-                )
+                raise ValueError(f"the path {list(path)} of a fixed tree needs {missing or 'at least one rank'} too")
         ordered = sorted(known, key=lambda p: (len(p), p))
         depth = max((len(p) for p in ordered), default=0)
         object.__setattr__(self, "_levels", [[p for p in ordered if len(p) == d + 1] for d in range(depth)])

@@ -176,9 +176,7 @@ def _verify_fixed(tree: DraftTree, probs: Tensor, uniforms: Tensor) -> Verified:
 
 def _verify_sampled(tree: DraftTree, probs: Tensor, uniforms: Tensor, q: Tensor) -> Verified:
     if tree.draw_order is None:
-        raise ValueError(
-            "the tree has q but no draw_order; sampled children are verified in the order they were drawn"
-        )
+        raise ValueError("the tree has q but no draw_order; sampled children are verified in the order they were drawn")
     _check_draw_order(tree, tree.draw_order)
     _check_distributions("draft", q, _has_children(tree))
     deepest, valid = _deepest(tree), tree.valid()

@@ -22,9 +22,7 @@ from .common import open_target, target_options
 )
 @click.option("--limit", type=int, help="Ask this many, spread over all categories.")
 @click.option("--new-tokens", default=64, show_default=True)
-@click.option(
-    "--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, dynamic]"
-)
+@click.option("--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, dynamic]")
 @click.option("--forward", default="auto", show_default=True, help="auto, lean or generic.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
 def command(
@@ -55,9 +53,7 @@ def command(
         bench.generate_method(setting),
         bench.decoder_method(setting, bench.PLAIN, None, "chain"),
         bench.generate_method(setting, prompt_lookup_num_tokens=8),
-        bench.decoder_method(
-            setting, "prompt_lookup", build_drafter("prompt_lookup", target), "chain:depth=3"
-        ),
+        bench.decoder_method(setting, "prompt_lookup", build_drafter("prompt_lookup", target), "chain:depth=3"),
     ]
     for folder in heads:
         drafter = load_drafter(folder, target, any_target)

@@ -56,9 +56,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit("interrupted")
     except Exception as error:
-        ours = type(error).__module__.startswith("headsmith") or isinstance(
-            error, ValueError | OSError | TypeError
-        )
+        ours = type(error).__module__.startswith("headsmith") or isinstance(error, ValueError | OSError | TypeError)
         if not ours or os.environ.get("HEADSMITH_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)

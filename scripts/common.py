@@ -11,16 +11,10 @@ import click
 def target_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """--target, --dtype, --threads, --any-target, --trust-remote-code."""
     options = [
-        click.option(
-            "--target", "target_name", required=True, help="Folder, hub name, peft adapter, or alias."
-        ),
-        click.option(
-            "--dtype", default="auto", show_default=True, help="bfloat16, float16, float32 or auto."
-        ),
+        click.option("--target", "target_name", required=True, help="Folder, hub name, peft adapter, or alias."),
+        click.option("--dtype", default="auto", show_default=True, help="bfloat16, float16, float32 or auto."),
         click.option("--threads", type=int, help="Threads of torch on a CPU."),
-        click.option(
-            "--any-target", is_flag=True, help="Accept heads trained for other weights of these sizes."
-        ),
+        click.option("--any-target", is_flag=True, help="Accept heads trained for other weights of these sizes."),
         click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the target."),
     ]
     for option in reversed(options):
@@ -36,6 +30,4 @@ def open_target(name: str, dtype: str, threads: int | None, trust_remote_code: b
     if threads is not None:
         torch.set_num_threads(threads)
     device_map = "auto" if torch.cuda.is_available() else None
-    return Target.from_pretrained(
-        name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
-    )
+    return Target.from_pretrained(name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)

@@ -14,9 +14,7 @@ from .common import open_target, target_options
 @click.option("--heads", help="Heads folder or training run; without it the target decodes plainly.")
 @click.option("--prompt", required=True, help="What the user says.")
 @click.option("--system", help="A system message before it.")
-@click.option(
-    "--tree", default="dynamic", show_default=True, help="chain, fixed, dynamic; dynamic:total=8,depth=5."
-)
+@click.option("--tree", default="dynamic", show_default=True, help="chain, fixed, dynamic; dynamic:total=8,depth=5.")
 @click.option("--new-tokens", default=256, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", default=1.0, show_default=True)
@@ -71,6 +69,4 @@ def command(
     if stats:
         seconds, tokens = time.perf_counter() - start, out.stats.committed + 1
         tau = f", τ {out.stats.acceptance_length:.2f} ({out.stats.tree} tree)" if drafter else ""
-        click.echo(
-            f"[{tokens} tokens in {seconds:.2f} s, {out.stats.forwards} verify forwards{tau}]", err=True
-        )
+        click.echo(f"[{tokens} tokens in {seconds:.2f} s, {out.stats.forwards} verify forwards{tau}]", err=True)

@@ -80,6 +80,4 @@ def _pools(expected: Tensor, least: float = 5.0) -> Tensor:
 
 def _pooled(values: Tensor, pool: Tensor) -> Tensor:
     possible = pool >= 0
-    return torch.zeros(int(pool.max()) + 1, dtype=values.dtype).index_add_(
-        0, pool[possible], values[possible]
-    )
+    return torch.zeros(int(pool.max()) + 1, dtype=values.dtype).index_add_(0, pool[possible], values[possible])

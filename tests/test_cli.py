@@ -24,8 +24,7 @@ def setting(tmp_path_factory):
     for method in ("medusa", "eagle3"):
         build_drafter(method, target).save_pretrained(folder / method / "heads")
     rows = [
-        {"id": f"q{i}", "category": "ab"[i % 2], "turns": [f"What is {i} plus {i}?", "And doubled?"]}
-        for i in range(4)
+        {"id": f"q{i}", "category": "ab"[i % 2], "turns": [f"What is {i} plus {i}?", "And doubled?"]} for i in range(4)
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

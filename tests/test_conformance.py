@@ -72,9 +72,7 @@ def test_every_drafter_and_tree_gives_the_greedy_text(kind, tree, batch):
 def test_every_family_decodes_a_branching_tree_exactly(family, forward):
     if forward == "lean" and family not in LEAN:
         with pytest.raises(ValueError, match="cannot use the lean forward"):
-            SpeculativeDecoder(tiny_target(family), None, forward="lean").generate(
-                torch.ones(1, 3, dtype=torch.long)
-            )
+            SpeculativeDecoder(tiny_target(family), None, forward="lean").generate(torch.ones(1, 3, dtype=torch.long))
         return
     target, ids, mask, answers, scripts = setting(family)
     drafter = ScriptedDrafter(scripts, 97, **DRAFTERS["mixed_rank"])
@@ -91,9 +89,7 @@ def test_a_perfect_chain_takes_the_fewest_forwards_and_a_wrong_one_the_most(dept
     found, stats = decode(target, ScriptedDrafter(scripts, 97), chain(depth), ids, mask, new)
     assert found == answers
     assert stats.forwards == math.ceil((new - 1) / (depth + 1))
-    found, stats = decode(
-        target, ScriptedDrafter(scripts, 97, **DRAFTERS["wrong"]), chain(depth), ids, mask, new
-    )
+    found, stats = decode(target, ScriptedDrafter(scripts, 97, **DRAFTERS["wrong"]), chain(depth), ids, mask, new)
     assert found == answers
     assert stats.forwards == new - 1
 
@@ -132,9 +128,7 @@ def test_eos_inside_a_round_ends_the_row_there(k, tree):
     target, ids, mask, answers, scripts = setting(batch=3)
     eos = [answers[0][k], answers[1][k + 2]]
     expected = greedy_reference(target, ids, mask, NEW, eos_token_id=eos)
-    found, _ = decode(
-        target, ScriptedDrafter(scripts, 97), TREES[tree], ids, mask, eos_token_id=eos, pad_token_id=0
-    )
+    found, _ = decode(target, ScriptedDrafter(scripts, 97), TREES[tree], ids, mask, eos_token_id=eos, pad_token_id=0)
     longest = max(len(row) for row in expected)
     assert found == [row + [0] * (longest - len(row)) for row in expected]
 

@@ -58,9 +58,7 @@ def write(path, *lines):
     return path
 
 
-@pytest.mark.parametrize(
-    "template, end", [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot|>"), (TWO_ENDS, "<|im_end|>")]
-)
+@pytest.mark.parametrize("template, end", [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot|>"), (TWO_ENDS, "<|im_end|>")])
 def test_answers_and_their_end_of_turn_are_learned_on_a_template_without_generation_tags(template, end):
     tokenizer = build_tokenizer(template, eos="<|endoftext|>")
     (sample,) = encode(CHAT, tokenizer)
@@ -185,9 +183,7 @@ def test_odd_rows_in_one_file_are_used_or_counted(tmp_path):
 
 
 def test_a_template_that_refuses_a_system_turn_drops_that_row_only(tmp_path):
-    path = write(
-        tmp_path / "a.jsonl", {"messages": [{"role": "system", "content": "s"}, *CHAT]}, {"messages": CHAT}
-    )
+    path = write(tmp_path / "a.jsonl", {"messages": [{"role": "system", "content": "s"}, *CHAT]}, {"messages": CHAT})
     samples, report = load_samples(path, build_tokenizer(NO_SYSTEM), DataSection())
     assert len(samples) == 1 and report.dropped == {"the chat template refuses it: no system role": 1}
 
@@ -225,9 +221,7 @@ def test_a_missing_file_says_how_to_write_it(tmp_path):
 
 def test_no_usable_row_is_an_error_with_the_report(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": [user("a"), answer("")]})
-    with pytest.raises(
-        ConversationError, match=r"no usable row in .*a.jsonl.*\n0 of 1 rows kept.*\ndropped 1: empty"
-    ):
+    with pytest.raises(ConversationError, match=r"no usable row in .*a.jsonl.*\n0 of 1 rows kept.*\ndropped 1: empty"):
         load_samples(path, build_tokenizer(), DataSection())
 
 

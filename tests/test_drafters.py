@@ -46,16 +46,12 @@ def test_decodes_exactly(name, tree, reduced):
     target = tiny_target()
     trained = name in TRAINED
     drafter = (
-        randomised(name, target, draft_vocab_size=48 if reduced else None)
-        if trained
-        else build_drafter(name, target)
+        randomised(name, target, draft_vocab_size=48 if reduced else None) if trained else build_drafter(name, target)
     )
     assert isinstance(drafter, Drafter)
     ids, mask = random_prompts(3, 12)
     expected = greedy_reference(target, ids, mask, 30)
-    out = SpeculativeDecoder(target, drafter, tree=tree).generate(
-        ids, mask, max_new_tokens=30, do_sample=False
-    )
+    out = SpeculativeDecoder(target, drafter, tree=tree).generate(ids, mask, max_new_tokens=30, do_sample=False)
     assert out.sequences[:, 12:].tolist() == expected
 
 
@@ -141,9 +137,7 @@ def test_every_parameter_moves(name):
     drafter = build_drafter(name, target)
     before = {n: p.clone() for n, p in drafter.named_parameters()}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
-    for seed in range(
-        2
-    ):  # what starts at zero may hold back the gradient of what is in front of it for one step
+    for seed in range(2):  # what starts at zero may hold back the gradient of what is in front of it for one step
         features = batch_of(target, Needs(drafter.needs.layers, final=True), seed=seed)
         optimizer.zero_grad()
         drafter(features, target.teacher(drafter.draft_ids)).total(10.0).backward()

@@ -65,12 +65,8 @@ def test_every_package_is_listed():
 
 
 def test_core_dependencies_are_what_the_core_imports():
-    declared = {
-        d.split(">")[0].split("=")[0].split("<")[0].strip() for d in PROJECT["project"]["dependencies"]
-    }
-    imported = {
-        name.split(".")[0] for folder in FOLDERS for path in sources(folder) for name in imports(path)
-    }
+    declared = {d.split(">")[0].split("=")[0].split("<")[0].strip() for d in PROJECT["project"]["dependencies"]}
+    imported = {name.split(".")[0] for folder in FOLDERS for path in sources(folder) for name in imports(path)}
     imported = {DISTRIBUTIONS.get(name, name) for name in imported if name not in sys.stdlib_module_names}
     # Read by transformers on our behalf: GGUF files, chat templates.
     assert declared == (imported - {"headsmith"}) | {"gguf", "jinja2"}

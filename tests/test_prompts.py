@@ -43,9 +43,7 @@ def test_prompts_that_cannot_be_used_or_repeat_are_logged(tmp_path, caplog):
 
 def test_an_id_of_two_questions_is_refused(tmp_path):
     path = write(tmp_path / "p.jsonl", {"id": 1, "messages": [user("a")]}, {"id": 1, "messages": [user("b")]})
-    with pytest.raises(
-        ConversationError, match=r"p.jsonl:2 has the id '1' of another question in .*p.jsonl:1"
-    ):
+    with pytest.raises(ConversationError, match=r"p.jsonl:2 has the id '1' of another question in .*p.jsonl:1"):
         load_prompts(path)
 
 
@@ -99,12 +97,8 @@ def test_a_blank_before_the_question_is_left_to_its_first_word():
 
 
 def test_a_template_that_alters_the_question_is_refused():
-    tokenizer = build_tokenizer(
-        "{% for m in messages %}{{ m.content }} {{ m.content }}<|im_end|>{% endfor %}"
-    )
-    with pytest.raises(
-        ConversationError, match=r"writes a user's text 2 times, expected once; give questions"
-    ):
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }} {{ m.content }}<|im_end|>{% endfor %}")
+    with pytest.raises(ConversationError, match=r"writes a user's text 2 times, expected once; give questions"):
         user_turn_opening(tokenizer)
 
 
@@ -113,9 +107,7 @@ def test_packaged_prompts_have_categories_and_unique_ids():
     assert len(prompts) >= 500 and all(prompt.category for prompt in prompts)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "Hi you", "What is <|im_start|> then", "the cat " * 30, "a b " + "c" * 5000]
-)
+@pytest.mark.parametrize("text", ["", "Hi you", "What is <|im_start|> then", "the cat " * 30, "a b " + "c" * 5000])
 def test_what_is_no_question_is_refused(text):
     assert parse_synthesised(text) is None
 

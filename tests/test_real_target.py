@@ -9,7 +9,6 @@ import os
 
 import pytest
 import torch
-
 from headsmith.heads import Target, load_drafter
 from headsmith.inference import SpeculativeDecoder
 from headsmith.training.generate import generate
@@ -50,9 +49,7 @@ def questions(target):
     prompts = [render(t, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"] for t in texts]
     answers = []
     for ids in prompts:
-        out = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False
-        )
+        out = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
         answers.append(out[0, ids.shape[1] :].tolist())
     return list(zip(prompts, answers))
 

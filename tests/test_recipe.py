@@ -59,9 +59,7 @@ def test_later_overrides_win_and_lists_are_replaced(file):
 
 
 def test_a_saved_recipe_reads_back_the_same(file, tmp_path):
-    recipe = load_recipe(
-        file, ["train.unroll=[{until: 0.5, steps: 1}, {until: 1.0, steps: 3}]", "data.train=x"]
-    )
+    recipe = load_recipe(file, ["train.unroll=[{until: 0.5, steps: 1}, {until: 1.0, steps: 3}]", "data.train=x"])
     save_recipe(recipe, tmp_path / "run" / "recipe.yaml")
     assert load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
 
@@ -144,9 +142,7 @@ def test_four_recipes_are_packaged():
 def test_answers_are_trained_on_unless_data_is_given(file):
     assert load_recipe(file).train_paths == [Path("out/data/answers.jsonl")]
     assert load_recipe(file, ["generate.output=a.jsonl"]).train_paths == [Path("a.jsonl")]
-    assert load_recipe(file, ["generate.output=a.jsonl", "data.train=b.jsonl"]).train_paths == [
-        Path("b.jsonl")
-    ]
+    assert load_recipe(file, ["generate.output=a.jsonl", "data.train=b.jsonl"]).train_paths == [Path("b.jsonl")]
 
 
 def test_unrolled_steps_follow_the_share_of_the_run():

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-
 from headsmith.heads import Target, load_drafter
 from headsmith.inference import SpeculativeDecoder
 from headsmith.training.recipe import load_recipe, recipe_names
 from headsmith.training.train import train
+
 from tests.folders import chat_target_folder
 
 # What a recipe's target is called -> family of the tiny target that stands in for it.

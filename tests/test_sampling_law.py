@@ -89,9 +89,7 @@ def test_a_bonus_from_the_raw_softmax_is_found_out(target, monkeypatch):
 
     def raw_bonus(tree, probs, uniforms):
         verified = true(tree, probs, uniforms)
-        raw = probs.pow(0.7) / probs.pow(0.7).sum(
-            -1, keepdim=True
-        )  # undoes temperature 0.7 where top-p is off
+        raw = probs.pow(0.7) / probs.pow(0.7).sum(-1, keepdim=True)  # undoes temperature 0.7 where top-p is off
         last = verified.path.gather(1, (verified.counts - 1).clamp(min=0)[:, None])
         rows = raw[torch.arange(len(raw))[:, None], last][:, 0]
         verified.bonus = torch.multinomial(rows, 1)[:, 0]

@@ -183,9 +183,7 @@ def emitted_laws(
 
     laws: list[Law] = [{} for _ in trees]
     tokens = repeated.tokens.gather(1, low.path).tolist()
-    for row, volume, drafted, count, bonus in zip(
-        rows, volumes, tokens, low.counts.tolist(), low.bonus.tolist()
-    ):
+    for row, volume, drafted, count, bonus in zip(rows, volumes, tokens, low.counts.tolist(), low.bonus.tolist()):
         emitted = (*drafted[1:count], bonus)
         laws[row][emitted] = laws[row].get(emitted, Fraction(0)) + volume
     return laws
@@ -321,9 +319,7 @@ def test_the_laws_above_are_of_walks_that_reach_every_depth_and_every_sibling() 
     assert extended(mixture(list(zip(weights, laws))), p, 3) == plain_law(p, 3)
     whole = {emitted for tree, law in zip(trees, laws) for emitted in law if len(emitted) == 3}
     assert len(whole) == 3**3
-    second = [
-        law for tree, law in zip(trees, laws) if any(e[:1] == (tree.tokens[2],) for e in law if len(e) > 1)
-    ]
+    second = [law for tree, law in zip(trees, laws) if any(e[:1] == (tree.tokens[2],) for e in law if len(e) > 1)]
     assert len(second) > len(trees) / 4
 
 
@@ -363,9 +359,7 @@ def test_a_child_that_q_could_not_have_drawn_counts_as_absent() -> None:
 
 @pytest.mark.parametrize("name", ["chain", "siblings", "ragged", "drawn in another order than laid out"])
 @pytest.mark.parametrize("draft_ids", [(3, 1), (4, 0, 2)])
-def test_a_draft_vocabulary_smaller_than_the_targets_keeps_the_law(
-    name: str, draft_ids: tuple[int, ...]
-) -> None:
+def test_a_draft_vocabulary_smaller_than_the_targets_keeps_the_law(name: str, draft_ids: tuple[int, ...]) -> None:
     p, q = conditional(3, 5), conditional(103, len(draft_ids))
     assert law_over_draws(SAMPLED[name], p, q, 3, draft_ids) == plain_law(p, 3)
 
@@ -466,13 +460,10 @@ def test_stopped_rows_repeat_their_end_so_leaving_early_changes_nothing(
     shape = SAMPLED["two levels"]
     trees = [tree if sampled else replace(tree, order=None) for _, tree in draws(shape, q, 3)][::3]
     tree, probs = batch(trees, p, q if sampled else None)
-    uniforms = torch.rand(
-        len(trees), tree.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    uniforms = torch.rand(len(trees), tree.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     together = verify_lossless(tree, probs, uniforms)
     alone = [
-        verify_lossless(take(tree, torch.tensor([i])), probs[i : i + 1], uniforms[i : i + 1])
-        for i in range(len(trees))
+        verify_lossless(take(tree, torch.tensor([i])), probs[i : i + 1], uniforms[i : i + 1]) for i in range(len(trees))
     ]
     monkeypatch.setattr(verify, "_none", lambda mask: False)
     for later in (
@@ -661,9 +652,7 @@ def resampled(target: TableTarget, tree: DraftTree, states: Tensor, generator: t
 Rounds = Callable[[TableTarget, Tree, int, int], Iterator[tuple[Context, float]]]
 
 
-def raw_bonus_round(
-    target: TableTarget, tree: Tree, node: int, state: int
-) -> Iterator[tuple[Context, float]]:
+def raw_bonus_round(target: TableTarget, tree: Tree, node: int, state: int) -> Iterator[tuple[Context, float]]:
     """What the walk from `node` on emits with `raw_bonus`, and with what probability."""
     children = {tree.tokens[child]: child for child in reversed(tree.children(node))}
     for token, mass in enumerate((target.p if children else target.raw)[state].tolist()):
@@ -674,9 +663,7 @@ def raw_bonus_round(
             yield (token, *later), mass * share
 
 
-def resampled_round(
-    target: TableTarget, tree: Tree, node: int, state: int
-) -> Iterator[tuple[Context, float]]:
+def resampled_round(target: TableTarget, tree: Tree, node: int, state: int) -> Iterator[tuple[Context, float]]:
     """What the walk from `node` on emits with `resampled`, and with what probability."""
     masses, left = target.p[state].tolist(), 1.0
     for child in tree.children(node):

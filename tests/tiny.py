@@ -35,9 +35,7 @@ LEAN = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @cache
-def tiny_target(
-    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
-) -> Target:
+def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Target:
     """A random target; the same arguments give the same object."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family], **changes})
@@ -47,9 +45,7 @@ def tiny_target(
     return Target(model)
 
 
-def random_prompts(
-    batch: int, longest: int, vocab: int = 97, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_prompts(batch: int, longest: int, vocab: int = 97, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Left-padded prompts of unequal lengths, and their mask."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, vocab, (batch, longest), generator=generator)

@@ -24,9 +24,7 @@ TWO_ENDS = CHATML.removesuffix("{% endif %}") + "{% else %}<|endoftext|>{% endif
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 # opens an answer with a thought that no finished answer contains
 OPENS_THOUGHT = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-TOOLS = CHATML.replace(
-    "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
-)
+TOOLS = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}")
 NO_END = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"

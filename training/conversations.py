@@ -159,9 +159,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     Raises: ConversationError for a missing file, or a line that is not JSON.
     """
     if not Path(path).is_file():
-        raise ConversationError(
-            f"{path} is not a file; check the path, or write it with `headsmith generate RECIPE`"
-        )
+        raise ConversationError(f"{path} is not a file; check the path, or write it with `headsmith generate RECIPE`")
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -273,9 +271,7 @@ class ChatEncoder:
         except Dropped as reason:
             raise ConversationError(f"{reason}, even for one question and answer; repair it") from None
         if not found:
-            raise ConversationError(
-                "the chat template leaves out the answer; choose another, or its arguments"
-            )
+            raise ConversationError("the chat template leaves out the answer; choose another, or its arguments")
         return closing
 
     def _end_of_turn(self, closing: str) -> int:
@@ -299,15 +295,11 @@ class ChatEncoder:
 
     def spell(self, ids: Sequence[int]) -> str:
         """The exact text of token ids."""
-        return str(
-            self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts, whose special tokens the template has written already."""
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def encode(
         self,
@@ -347,9 +339,7 @@ class ChatEncoder:
         prompt = self.render(messages[:-1], prompt=True, tools=tools)
         text = self.render(messages, tools=tools)
         if not text.startswith(prompt):
-            raise Dropped(
-                "the generation prompt is not how the template opens this answer (other thinking mode?)"
-            )
+            raise Dropped("the generation prompt is not how the template opens this answer (other thinking mode?)")
         if text[len(prompt) :].endswith(self.closing):
             content = text[: len(text) - len(self.closing)]
             return _Turn(prompt, content if cut else content + self.closing[: self.end_of_turn])
@@ -423,9 +413,7 @@ def encode(
     """The samples of one conversation (of either schema), or the reason why there are none."""
     data = DataSection(max_length=max_length, train_on=train_on)
     try:
-        return (
-            ChatEncoder(tokenizer, template_kwargs).encode(normalise(messages), data, finish_reason).samples
-        )
+        return ChatEncoder(tokenizer, template_kwargs).encode(normalise(messages), data, finish_reason).samples
     except Dropped as reason:
         return str(reason)
 
@@ -469,9 +457,7 @@ def _encode_row(row: Row, encoder: ChatEncoder, data: DataSection) -> Encoded:
 
 def hold_out(samples: list[Sample], data: DataSection) -> tuple[list[Sample], list[Sample]]:
     """Split into (train, eval) where no `data.eval` is given: whole rows, chosen by a hash of their id."""
-    rows = sorted(
-        {sample.row_id for sample in samples}, key=lambda row: hashlib.sha256(row.encode()).digest()
-    )
+    rows = sorted({sample.row_id for sample in samples}, key=lambda row: hashlib.sha256(row.encode()).digest())
     count = min(round(len(rows) * data.eval_fraction), data.eval_limit or len(rows))
     if data.eval_fraction > 0 and len(rows) > 1:
         count = max(count, 1)
@@ -480,9 +466,7 @@ def hold_out(samples: list[Sample], data: DataSection) -> tuple[list[Sample], li
     return train, [sample for sample in samples if sample.row_id in chosen]
 
 
-def template_fingerprint(
-    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
-) -> str:
+def template_fingerprint(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> str:
     """sha256 of the chat template and its arguments: text rendered under another one is another text.
 
     Raises: ConversationError if the tokenizer has no chat template.

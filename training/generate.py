@@ -221,8 +221,7 @@ class AnswerFile:
     def _note(self, record: Any, where: str) -> None:
         if not isinstance(record, dict) or not {"id", "messages", *self.marks} <= record.keys():
             raise AnswersError(
-                f"{where} is not a record of `headsmith generate`; set another generate.output, "
-                f"or remove {self.path}"
+                f"{where} is not a record of `headsmith generate`; set another generate.output, or remove {self.path}"
             )
         for key, expected in self.marks.items():
             if record[key] != expected:
@@ -283,9 +282,7 @@ class _Interview:
         self.begun = self.failed = self.fruitless = 0  # chats; the last counts those failed in a row
         self.total = self.options.count  # records still to come, None if only time ends it
         self.chats = self._asked_by_target() if self.source == SELF else self._asked_by_file()
-        self.slots = Slots(
-            Session(target, self.options.batch, 256 + self.options.max_new_tokens), self.options.batch
-        )
+        self.slots = Slots(Session(target, self.options.batch, 256 + self.options.max_new_tokens), self.options.batch)
 
     @torch.inference_mode()
     def run(self, progress: bool) -> Summary:

@@ -55,9 +55,7 @@ def preview(
     return report
 
 
-def masked_text(
-    sample: Sample, tokenizer: PreTrainedTokenizerBase, before: str = "", after: str = ""
-) -> Text:
+def masked_text(sample: Sample, tokenizer: PreTrainedTokenizerBase, before: str = "", after: str = "") -> Text:
     """The sample as text, learned tokens in green and between `before` and `after`."""
     text = Text()
     for learned, span in _spans(sample.loss_mask):

@@ -107,9 +107,7 @@ def _prompt(row: Row) -> Prompt:
         messages = opening
     identity = row.fields.get("id")
     if identity is None:
-        identity = hashlib.sha256(json.dumps([messages, follow_ups], sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
+        identity = hashlib.sha256(json.dumps([messages, follow_ups], sort_keys=True).encode()).hexdigest()[:16]
     return Prompt(str(identity), str(row.fields.get("category") or ""), messages, tuple(follow_ups))
 
 
@@ -124,9 +122,7 @@ def split_questions(
     Raises: ValueError for a negative number, or a share of 1 or more.
     """
     if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
-        raise ValueError(
-            f"held_out is {held_out!r}, expected a share from 0 to below 1, or a number of prompts"
-        )
+        raise ValueError(f"held_out is {held_out!r}, expected a share from 0 to below 1, or a number of prompts")
     by_category: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         by_category[prompt.category].append(prompt)

@@ -95,9 +95,7 @@ class Slots:
         Several at once are cheaper than one by one: a short prompt is bound by reading the weights.
         """
         if len(requests) > self.free:
-            raise ValueError(
-                f"{len(requests)} requests for {self.free} free slots of {self.size}; step() first"
-            )
+            raise ValueError(f"{len(requests)} requests for {self.free} free slots of {self.size}; step() first")
         for group in _alike(requests):
             self._prefill([_Row(request, _uniforms(request)) for request in group])
 

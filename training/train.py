@@ -43,6 +43,7 @@ from headsmith.training.features import (
     make_features,
 )
 from headsmith.training.loop import Interrupted, Run, fit, save
+from headsmith.training.memory import keep_freed_memory
 from headsmith.training.recipe import Recipe, RecipeError, load_recipe
 from headsmith.training.state import Checkpoints, TrainState, data_fingerprint, run_identity
 from headsmith.training.tracking import NonFiniteLossError, Tracker, Window, check_tracker
@@ -399,6 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     rank = int(os.environ.get("RANK", 0))
     who = f"[process {rank}] " if rank else ""
+    keep_freed_memory()
     try:
         train(load_recipe(given.recipe, given.overrides))
     except EXPECTED_ERRORS as error:

@@ -28,9 +28,7 @@ def captured(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int,
 
         return hook
 
-    handles = [
-        layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in wanted if k < len(layers)
-    ]
+    handles = [layers[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in wanted if k < len(layers)]
     try:
         yield found
     finally:

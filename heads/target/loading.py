@@ -76,7 +76,5 @@ def _adapter_base(path: str) -> str:
 
     base = PeftConfig.from_pretrained(path).base_model_name_or_path
     if not base:
-        raise ValueError(
-            f"{path}/adapter_config.json names no base_model_name_or_path; add it, or merge the adapter"
-        )
+        raise ValueError(f"{path}/adapter_config.json names no base_model_name_or_path; add it, or merge the adapter")
     return resolve(base)

@@ -35,9 +35,7 @@ def mask_container(
     return additive(seen, dtype)
 
 
-def _of_type(
-    kind: str, config: Any, seen: Tensor, queries: Tensor, keys: Tensor, dtype: torch.dtype
-) -> Tensor | None:
+def _of_type(kind: str, config: Any, seen: Tensor, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor | None:
     if kind in UNMASKED:
         return None
     if kind == "sliding_attention":
