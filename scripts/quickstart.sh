@@ -28,7 +28,12 @@ make_environment ""
 export TOKENIZERS_PARALLELISM=false
 
 say "1/4 the target answers 570 prompts of its own (4 minutes at most; the 30 questions measured later are not among them)"
-"$HEADSMITH" generate smollm2-135m-eagle3 "output_dir=$RUN" "generate.output=$ANSWERS" generate.minutes=4
+if [ -f "$RUN/answers.done" ]; then
+    echo "$ANSWERS is finished"
+else
+    "$HEADSMITH" generate smollm2-135m-eagle3 "output_dir=$RUN" "generate.output=$ANSWERS" generate.minutes=4 generate.batch=64
+    touch "$RUN/answers.done" # further answers would be other training data for a run that is resumed
+fi
 
 train() { # train METHOD MINUTES: a run that is finished is kept, an interrupted one goes on
     local folder=$RUN/$1-$2min

@@ -38,7 +38,7 @@ LEAN = ("llama", "mistral", "qwen2", "qwen3")
 def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Target:
     """A random target; the same arguments give the same object."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family], **changes})
+    config = CONFIG_MAPPING[family](**{**COMMON, **FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = 0
