@@ -14,7 +14,8 @@ from headsmith.training.conversations import (
     read_rows,
     template_fingerprint,
 )
-from headsmith.training.preview import feature_cache_bytes, micro_batches, preview
+from headsmith.training.features import feature_bytes
+from headsmith.training.preview import preview
 from headsmith.training.recipe import DataSection, Recipe, TrainSection
 from rich.console import Console
 
@@ -269,5 +270,4 @@ def test_preview_marks_what_is_learned_and_warns_of_little_text(tmp_path, monkey
 
 
 def test_sizes_are_counted():
-    assert micro_batches([10, 10, 4, 4, 30], 20) == 3  # 30 alone though too long, then 10 + 10, then 4 + 4
-    assert feature_cache_bytes(10, 3, 8) == 10 * 4 * 8 * 2
+    assert feature_bytes(10, 3, 8) == 10 * (4 * 8 * 2 + 8)

@@ -190,7 +190,7 @@ class MemoryFeatures:
         self.target = target
         self.samples = samples
         self.needs = needs
-        self.bytes = feature_bytes(samples, needs, target) * copies
+        self.bytes = sample_feature_bytes(samples, needs, target) * copies
         self._kept: list[_Kept | None] = [None] * len(samples)
         free = psutil.virtual_memory().available
         if self.bytes > free:
@@ -228,10 +228,15 @@ def _padded(rows: list[Tensor], device: torch.device) -> Tensor:
     return pad_sequence(rows, batch_first=True).to(device)
 
 
-def feature_bytes(samples: Sequence[Sample], needs: Needs, target: Target) -> int:
-    """Bytes of all samples' features: C captured layers and the final one, H wide, and the top token."""
+def feature_bytes(tokens: int, layers: int, hidden: int, itemsize: int = 2) -> int:
+    """Bytes of the features of so many tokens: C captured layers and the final one, H wide, and the top token."""
+    return tokens * ((layers + 1) * hidden * itemsize + 8)
+
+
+def sample_feature_bytes(samples: Sequence[Sample], needs: Needs, target: Target) -> int:
+    """Bytes of the features of all samples in the target's dtype."""
     tokens = sum(len(sample) for sample in samples)
-    return tokens * ((len(needs.layers) + 1) * target.hidden_size * target.dtype.itemsize + 8)
+    return feature_bytes(tokens, len(needs.layers), target.hidden_size, target.dtype.itemsize)
 
 
 def make_features(kind: str, target: Target, samples: Sequence[Sample], needs: Needs, copies: int = 1) -> FeatureSource:

@@ -11,6 +11,7 @@ from itertools import groupby
 
 import numpy as np
 from headsmith.training.conversations import Report, Sample, load_samples
+from headsmith.training.features import Batches, feature_bytes
 from headsmith.training.recipe import Recipe
 from rich.console import Console
 from rich.text import Text
@@ -51,7 +52,7 @@ def preview(
         )
     for line in length_histogram(report.lengths):
         console.print(line, markup=False, highlight=False)
-    console.print(_sizes(recipe, report, layers, hidden), markup=False, highlight=False)
+    console.print(_sizes(recipe, samples, report, layers, hidden), markup=False, highlight=False)
     return report
 
 
@@ -85,26 +86,11 @@ def length_histogram(lengths: Sequence[int]) -> list[str]:
     ]
 
 
-def micro_batches(lengths: Sequence[int], batch_tokens: int) -> int:
-    """How many micro-batches hold samples of these lengths, sorted and padded to the longest of each."""
-    batches, size = 0, 0
-    for length in sorted(lengths, reverse=True):
-        if size == 0:
-            batches, size = batches + 1, max(batch_tokens // length, 1)  # the longest comes first
-        size -= 1
-    return batches
-
-
-def feature_cache_bytes(tokens: int, layers: int, hidden: int) -> int:
-    """Bytes of cached features: the C captured layers and the final one, H wide, two bytes a value."""
-    return tokens * (layers + 1) * hidden * 2
-
-
-def _sizes(recipe: Recipe, report: Report, layers: int | None, hidden: int | None) -> str:
-    batches = micro_batches(report.lengths, recipe.train.batch_tokens)
+def _sizes(recipe: Recipe, samples: Sequence[Sample], report: Report, layers: int | None, hidden: int | None) -> str:
+    batches = len(Batches(samples, recipe.train.batch_tokens).plan(0))
     steps = math.ceil(batches / recipe.train.accumulation)
     lines = [f"{steps:,} optimizer steps an epoch on one process ({batches:,} micro-batches)"]
     if layers is not None and hidden is not None:
-        size = feature_cache_bytes(report.total_tokens, layers, hidden)
+        size = feature_bytes(report.total_tokens, layers, hidden)
         lines.append(f"{size / 1e9:.2f} GB of target features if they are cached (train.features)")
     return "\n".join(lines)

@@ -39,8 +39,8 @@ from headsmith.training.features import (
     Batches,
     FeatureMemoryError,
     OnlineFeatures,
-    feature_bytes,
     make_features,
+    sample_feature_bytes,
 )
 from headsmith.training.loop import Interrupted, Run, fit, save
 from headsmith.training.memory import keep_freed_memory
@@ -260,7 +260,7 @@ def introduction(recipe: Recipe, drafter: Any, target: Target, data: Data, proce
         f"on {len(data.train)} samples, {len(data.held_out)} held out, {processes} process(es)"
     )
     if recipe.train.features == "memory":
-        text += f"\ntarget features will take {feature_bytes(data.train, drafter.needs, target) / 1e9:.2f} GB"
+        text += f"\ntarget features will take {sample_feature_bytes(data.train, drafter.needs, target) / 1e9:.2f} GB"
         text += " of memory in each process"
     return text
 
