@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import platform
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,6 +248,16 @@ def machine(setting: Setting) -> dict[str, Any]:
         "dtype": str(setting.target.dtype).removeprefix("torch."),
         "target": setting.target.name,
         "forward": forward.name,
+        "commit": _commit(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("headsmith", "torch", "transformers")},
     }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, None for an installed package."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

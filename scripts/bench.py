@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .common import open_target, target_options
+from .common import open_heads, open_target, target_options
 
 
 @click.command("bench")
@@ -43,7 +43,7 @@ def command(
 
     The methods take turns on every question. Ratios below 1 are slower, and are printed as they are.
     """
-    from headsmith.heads import build_drafter, load_drafter
+    from headsmith.heads import build_drafter
     from headsmith.inference import bench
     from headsmith.training.prompts import load_prompts, spread
 
@@ -56,7 +56,7 @@ def command(
         bench.decoder_method(setting, "prompt_lookup", build_drafter("prompt_lookup", target), "chain:depth=3"),
     ]
     for folder in heads:
-        drafter = load_drafter(folder, target, any_target)
+        drafter = open_heads(folder, target, any_target)
         for tree in trees or ("chain:depth=3", "dynamic"):
             methods.append(bench.decoder_method(setting, drafter.method, drafter, tree))
     asked = [_question(target, prompt) for prompt in spread(load_prompts(questions), limit)]

@@ -31,3 +31,26 @@ def open_target(name: str, dtype: str, threads: int | None, trust_remote_code: b
         torch.set_num_threads(threads)
     device_map = "auto" if torch.cuda.is_available() else None
     return Target.from_pretrained(name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
+
+
+def open_heads(folder: str, target: Any, any_target: bool) -> Any:
+    """Load heads; say so where they were trained on text of another chat template than the target's."""
+    import json
+    from pathlib import Path
+
+    from headsmith.heads import load_drafter
+    from headsmith.heads.checkpoint import heads_folder
+    from headsmith.training.conversations import template_fingerprint
+
+    drafter = load_drafter(folder, target, any_target)
+    record = heads_folder(Path(folder)) / "training.json"
+    if record.is_file():
+        notes = json.loads(record.read_text())
+        found = template_fingerprint(target.tokenizer, notes["recipe"]["data"]["chat_template_kwargs"])
+        if found != notes["template_fingerprint"]:
+            click.echo(
+                f"warning: the heads in {folder} were trained on another chat template than {target.name} has now; "
+                "answers stay the same, fewer drafts may be accepted",
+                err=True,
+            )
+    return drafter

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .common import open_target, target_options
+from .common import open_heads, open_target, target_options
 
 
 @click.command("decode")
@@ -42,12 +42,11 @@ def command(
     import time
 
     import torch
-    from headsmith.heads import load_drafter
     from headsmith.inference import SpeculativeDecoder
     from transformers import TextStreamer
 
     target = open_target(target_name, dtype, threads, trust_remote_code)
-    drafter = load_drafter(heads, target, any_target) if heads else None
+    drafter = open_heads(heads, target, any_target) if heads else None
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     inputs = target.tokenizer.apply_chat_template(
