@@ -27,11 +27,11 @@ TARGET=smollm2-135m-instruct
 make_environment ""
 export TOKENIZERS_PARALLELISM=false
 
-say "1/4 the target answers 570 prompts of its own (4 minutes at most; the 30 questions measured later are not among them)"
+say "1/4 the target answers 570 prompts of its own (5 minutes at most; the 30 questions measured later are not among them)"
 if [ -f "$RUN/answers.done" ]; then
     echo "$ANSWERS is finished"
 else
-    "$HEADSMITH" generate smollm2-135m-eagle3 "output_dir=$RUN" "generate.output=$ANSWERS" generate.minutes=4 generate.batch=64
+    "$HEADSMITH" generate smollm2-135m-eagle3 "output_dir=$RUN" "generate.output=$ANSWERS" generate.minutes=5 generate.batch=64
     touch "$RUN/answers.done" # further answers would be other training data for a run that is resumed
 fi
 
