@@ -161,6 +161,9 @@ class DynamicTree:
         for _ in range(1, min(self.depth, drafter.max_depth)):
             width = beam.shape[1]
             tokens, total = pool.at(beam)
+            # A child never scores above its parent: where no beam node beats the last one kept, the tree is final.
+            if not bool((active & (total.max(1).values > pool.last_kept(self.total - 1))).any()):
+                break
             proposal = drafter.expand(state, number, tokens, (total > -torch.inf) & active[:, None])
             ids, scores = _best(proposal, self.top_k, drafter.draft_ids)
             start = pool.extend(ids, scores + total[..., None], beam)
@@ -185,6 +188,12 @@ class _Pool:
 
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         return self.tokens.gather(1, index), self.scores.gather(1, index)
+
+    def last_kept(self, size: int) -> Tensor:
+        """[B] score of the worst of the `size` best candidates; -inf where there are fewer."""
+        if self.scores.shape[1] < size:
+            return self.scores.new_full(self.scores.shape[:1], -torch.inf)
+        return self.scores.topk(size, dim=1).values[:, -1]
 
     def extend(self, ids: Tensor, scores: Tensor, parents: Tensor) -> int:
         """Add [B, W, k] children of the pool nodes `parents` [B, W]; return where they begin."""

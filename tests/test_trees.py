@@ -1,0 +1,156 @@
+"""Tree builders against a naive one, for a drafter whose scores depend on the whole path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from headsmith.heads.drafter import DraftState, Needs, Proposal
+from headsmith.heads.tree import DraftTree, ancestor_mask
+from headsmith.inference import DynamicTree, FixedTree, chain, make_tree
+
+VOCAB = 12
+
+
+class PathDrafter:
+    """Log-probabilities drawn from a generator seeded by row and path; sharp ones where `sharp`."""
+
+    needs = Needs(positions="none")
+    draft_ids = None
+    max_depth = 8
+
+    def __init__(self, batch, sharp=2.0):
+        self.batch, self.sharp, self.calls = batch, sharp, 0
+
+    def scores(self, row, path):
+        generator = torch.Generator().manual_seed(hash((row, *path)) % (1 << 31))
+        return (torch.randn(VOCAB, generator=generator) * self.sharp).log_softmax(-1)
+
+    def first(self):
+        self.nodes = [[()] for _ in range(self.batch)]
+        return Proposal(torch.stack([self.scores(row, ()) for row in range(self.batch)])[:, None])
+
+    def expand(self, state, parents, tokens, valid):
+        self.calls += 1
+        levels = []
+        for row in range(self.batch):
+            new = [(*self.nodes[row][p], t) for p, t in zip(parents[row].tolist(), tokens[row].tolist())]
+            self.nodes[row] += new
+            levels.append(torch.stack([self.scores(row, path) for path in new]))
+        return Proposal(torch.stack(levels))
+
+
+def build(builder, drafter, active=None):
+    active = torch.ones(drafter.batch, dtype=torch.bool) if active is None else active
+    root = torch.arange(drafter.batch)
+    state = DraftState(None, drafter.batch)
+    return builder.build(drafter, state, drafter.first(), root, active, torch.Generator().manual_seed(0))
+
+
+def paths_of(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """Token paths of a row's nodes, checking that they hang together."""
+    found: list[tuple[int, ...]] = []
+    for node in range(int(tree.counts[row])):
+        parent = int(tree.parents[row, node])
+        assert parent < node
+        path = () if node == 0 else (*found[parent], int(tree.tokens[row, node]))
+        assert len(path) == int(tree.depth[row, node])
+        found.append(path)
+    return found
+
+
+def naive_dynamic(drafter, row, total, depth, top_k):
+    """EAGLE-2 as its paper says it: beam by beam, then the best of everything that was looked at."""
+    pool, beam = [], [((), 0.0)]
+    for _ in range(depth):
+        level = []
+        for path, score in beam:
+            best = drafter.scores(row, path).topk(top_k)
+            level += [((*path, t), score + s) for s, t in zip(best.values.tolist(), best.indices.tolist())]
+        pool += level
+        beam = sorted(level, key=lambda entry: -entry[1])[:top_k]
+    return {path for path, _ in sorted(pool, key=lambda entry: -entry[1])[: total - 1]}
+
+
+def best_chain(drafter, row, found):
+    """From the root on, always the best child that is in the tree."""
+    line = [()]
+    while children := [path for path in found if len(path) == len(line) and path[:-1] == line[-1]]:
+        line.append(max(children, key=lambda path: drafter.scores(row, path[:-1])[path[-1]]))
+    return line
+
+
+@pytest.mark.parametrize("total", [2, 4, 8, 20])
+@pytest.mark.parametrize("sharp", [0.3, 2.0, 6.0])
+def test_the_dynamic_tree_is_eagle2s(total, sharp):
+    saved = 0
+    for depth, top_k in ((1, 3), (3, 2), (5, 3), (4, 5)):
+        drafter = PathDrafter(3, sharp)
+        tree = build(DynamicTree(total, depth, top_k), drafter)
+        for row in range(3):
+            found = paths_of(tree, row)
+            assert found[0] == () and len(set(found)) == len(found)
+            assert set(found[1:]) == naive_dynamic(drafter, row, total, depth, top_k)
+            assert found[: len(best_chain(drafter, row, found))] == best_chain(drafter, row, found)
+        saved += depth - 1 - drafter.calls
+    assert saved > 0 or total > 4  # passes that could not have changed a small tree are not made
+
+
+def test_rows_that_take_no_part_have_no_nodes():
+    active = torch.tensor([True, False, True])
+    for builder in (chain(3), FixedTree(((0,), (1,), (0, 0))), DynamicTree(6, 3, 2)):
+        tree = build(builder, PathDrafter(3), active)
+        assert (tree.counts > 0).tolist() == active.tolist()
+
+
+def test_a_fixed_tree_takes_children_by_rank():
+    drafter = PathDrafter(2)
+    tree = build(FixedTree(((0,), (1,), (2,), (1, 0), (1, 1), (1, 0, 0))), drafter)
+    for row in range(2):
+
+        def ranked(path, row=row):
+            return drafter.scores(row, path).argsort(descending=True).tolist()
+
+        second = (ranked(())[1],)
+        chosen = [(t,) for t in ranked(())[:3]] + [(*second, t) for t in ranked(second)[:2]]
+        third = (*second, ranked(second)[0])
+        assert set(paths_of(tree, row)[1:]) == {*chosen, (*third, ranked(third)[0])}
+
+
+def test_sampled_children_are_draws_without_replacement_in_their_order():
+    counts = torch.zeros(VOCAB)
+    drafter = PathDrafter(4000, sharp=1.0)
+    drafter.scores = lambda row, path: (torch.arange(VOCAB).float() / 4).log_softmax(-1)
+    tree = build(FixedTree(((0,), (1,), (2,)), sampled=True), drafter)
+    assert (tree.tokens[:, 1:].sort(1).values.diff(dim=1) > 0).all()
+    assert tree.draw_order[:, 1:].tolist() == [[0, 1, 2]] * 4000
+    counts.scatter_add_(0, tree.tokens[:, 1], torch.ones(4000))
+    q = drafter.scores(0, ()).exp()
+    torch.testing.assert_close(tree.q[0, 0].float(), q)
+    assert float(((counts - 4000 * q) ** 2 / (4000 * q)).sum()) < 45  # χ², 11 degrees of freedom, p ≈ 5e-6
+
+
+def test_ancestor_masks():
+    parents = torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 3]])
+    mask = ancestor_mask(parents)
+    assert mask[0].nonzero().tolist() == [
+        [0, 0], [1, 0], [1, 1], [2, 0], [2, 2], [3, 0], [3, 1], [3, 3], [4, 0], [4, 1], [4, 3], [4, 4]
+    ]  # fmt: skip
+    assert torch.equal(mask[1], torch.ones(5, 5, dtype=torch.bool).tril())
+
+
+def test_names_and_shapes_of_trees():
+    assert make_tree("chain:depth=3").depth == 3
+    assert make_tree("dynamic:total=6,depth=2") == DynamicTree(6, 2)
+    assert make_tree("chain:depth=2,sampled=true").sampled
+    for text, message in {
+        "dynamic:depth": "name=number",
+        "dynamic:size=3": "unexpected keyword",
+        "chain:depth=0": "at least 1",
+        "dynamic:total=1": "total >= 2",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            make_tree(text)
+    with pytest.raises(ValueError, match="needs"):
+        FixedTree(((0, 0),))
+    with pytest.raises(ValueError, match="needs"):
+        FixedTree(((1,),))
