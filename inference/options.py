@@ -12,37 +12,33 @@ from headsmith.heads.target import Target
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as warpers
 
-# Field -> the values that change nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
-    "penalty_alpha": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "sequence_bias": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "exponential_decay_length_penalty": (None,),
-    "guidance_scale": (None, 1.0),
-    "watermarking_config": (None,),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "stop_strings": (None,),
-    "max_time": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "dola_layers": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-}
+HONOURED = {
+    "max_length", "max_new_tokens", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p",
+    "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+}  # fmt: skip
+# Fields that change nothing of what is emitted here: bookkeeping, caches, and knobs of modes that are refused by
+# another field.
+INDIFFERENT = {
+    "bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
+    "prefill_chunk_size", "continuous_batching_config", "return_dict_in_generate", "length_penalty", "early_stopping",
+    "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
+}  # fmt: skip
+
+
+def not_honoured(config: Any) -> dict[str, Any]:
+    """Fields of a generation config that ask for something this engine does not do, with their values.
+
+    Every field counts that differs from what leaves generate() as it is, those of later releases included.
+    """
+    neutral = config._get_default_generation_params() | {"guidance_scale": 1.0, "penalty_alpha": 0.0}
+    asked = {name: value for name, value in vars(config).items() if name not in HONOURED | INDIFFERENT}
+    return {
+        name: value
+        for name, value in asked.items()
+        if value is not None and value is not False and value != neutral.get(name) and value not in (0, [], {})
+    }
 
 
 @dataclass(frozen=True)
@@ -82,10 +78,8 @@ def decoding_options(target: Target, **arguments: Any) -> DecodingOptions:
     config, unknown = target.model._prepare_generation_config(given, **arguments)
     if unknown:
         raise TypeError(f"generate() got arguments it does not know: {', '.join(sorted(unknown))}")
-    for name, neutral in REFUSED.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise ValueError(f"{name}={value!r} is not supported by speculative decoding here; leave it out")
+    for name, value in not_honoured(config).items():
+        raise ValueError(f"{name}={value!r} is not supported by speculative decoding here; leave it out")
     eos = config.eos_token_id
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
     pad = config.pad_token_id

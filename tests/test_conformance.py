@@ -206,7 +206,9 @@ def test_streaming_hands_out_every_token():
 
 def test_refusals_name_what_they_refuse():
     target, ids, mask, _, _scripts = setting(batch=1)
-    for name, value in {"num_beams": 4, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2}.items():
+    refused = {"num_beams": 4, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "top_h": 0.4}
+    refused |= {"stop_strings": ["."], "bad_words_ids": [[3]], "prompt_lookup_num_tokens": 3, "max_time": 9.0}
+    for name, value in refused.items():
         with pytest.raises(ValueError, match=name):
             decode(target, None, "chain", ids, mask, **{name: value})
     with pytest.raises(TypeError, match="not_an_argument"):

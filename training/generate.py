@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from headsmith.heads.target import Target
 from headsmith.inference.engine import Session
-from headsmith.inference.options import REFUSED
+from headsmith.inference.options import not_honoured
 from headsmith.training.conversations import ChatEncoder, Dropped, normalise
 from headsmith.training.prompts import Prompt, load_prompts, parse_synthesised, user_turn_opening
 from headsmith.training.recipe import Recipe, RecipeError
@@ -476,9 +476,7 @@ class _Interview:
 def _stops(target: Target) -> frozenset[int]:
     """Token ids that end an answer; says so where generate() would do more than we do."""
     config = target.model.generation_config
-    changed = {name: getattr(config, name, None) for name, neutral in REFUSED.items()}
-    changed = {name: value for name, value in changed.items() if value not in REFUSED[name]}
-    if changed:
+    if changed := not_honoured(config):
         log.warning("not applied to the answers, though in the target's generation config: %s", changed)
     eos = config.eos_token_id
     if eos is None:
