@@ -293,7 +293,20 @@ def test_features_are_kept_in_the_targets_dtype_and_the_target_runs_once_a_sampl
     kept = MemoryFeatures(target, samples, Needs(layers=(1,), final=True))
     for _ in range(3):
         assert kept(Batch((0, 1), 1, 1)).hidden.dtype == torch.bfloat16
-    assert len(calls) == 2
+    assert sum(len(ids) for ids, *_ in calls) == 2
+
+
+def test_kept_features_do_not_depend_on_the_order_they_are_asked_for():
+    target = tiny_target()
+    samples = random_samples([400, 390, 5, 11, 700, 701, 702, 12, 1500])
+    sources = [MemoryFeatures(target, samples, Needs(layers=(1,), final=True)) for _ in range(2)]
+    orders = (range(9), reversed(range(9)))
+    found = [{i: source(Batch((i,), 1, 1)) for i in order} for source, order in zip(sources, orders)]
+    for i in range(9):
+        assert torch.equal(found[0][i].hidden, found[1][i].hidden)
+        assert torch.equal(found[0][i].final, found[1][i].final)
+    groups = {group for group in sources[0]._groups}
+    assert len(groups) > 1 and sorted(i for group in groups for i in group) == list(range(9))
 
 
 def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(monkeypatch):
