@@ -309,6 +309,18 @@ def test_kept_features_do_not_depend_on_the_order_they_are_asked_for():
     assert len(groups) > 1 and sorted(i for group in groups for i in group) == list(range(9))
 
 
+def test_a_launched_process_gets_its_share_of_the_cores(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(trainer, "available_cores", lambda: 6)
+        for processes, threads in {"1": 6, "2": 3, "12": 1}.items():
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+            trainer.share_cores()
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_features_that_do_not_fit_into_memory_are_refused_with_both_sizes(monkeypatch):
     target, samples = tiny_target(), random_samples([50] * 4)
     needs = Needs(layers=(0, 2, 4), final=True)

@@ -143,7 +143,7 @@ class TrainSection:
     keep: int = 2  # newest checkpoints kept
     tracker: str = "none"  # none, wandb or tensorboard
     log_every: int = 10  # steps
-    threads: int | None = None  # of torch on a CPU; null: torch's own choice
+    threads: int | None = None  # of torch on a CPU; null: the cores, shared among this machine's processes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf hands over a list

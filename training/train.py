@@ -392,6 +392,20 @@ def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def share_cores() -> None:
+    """Give this process its share of the machine's cores; `train.threads` overrides it.
+
+    Without this, `accelerate launch` leaves a CPU process one thread, without a word.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(1, available_cores() // processes))
+
+
+def available_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, 2 for an error the user can mend, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m headsmith.training.train", description="Train draft heads.")
@@ -401,6 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", 0))
     who = f"[process {rank}] " if rank else ""
     keep_freed_memory()
+    share_cores()
     try:
         train(load_recipe(given.recipe, given.overrides))
     except EXPECTED_ERRORS as error:
