@@ -7,7 +7,7 @@ V_d draft vocabulary, J draft levels (heads, or unrolled steps).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -103,7 +103,6 @@ class DraftState:
 
     session: Any
     batch: int
-    extras: dict[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -30,7 +30,8 @@ class Eagle3Config:
 
     Args:
         layers: three indices into the target's hidden_states (inputs of those layers), low, middle and high.
-        steps: J, unrolled steps in training; also the levels it is trusted to draft, `max_depth`.
+        steps: J, unrolled steps in training.
+        max_depth: levels it may draft, and the most steps it is unrolled.
         draft_vocab_size: V_d, the lowest token ids; None for all.
         loss_decay: step j weighs loss_decay^j.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .common import open_heads, open_target, target_options
+from .common import open_heads, open_target, render, target_options
 
 
 @click.command("bench")
@@ -73,10 +73,7 @@ def command(
 def _question(target: Any, prompt: Any) -> Any:
     from headsmith.inference.bench import Question
 
-    encoded = target.tokenizer.apply_chat_template(
-        prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    return Question(prompt.id, prompt.category, encoded["input_ids"].to(target.device))
+    return Question(prompt.id, prompt.category, render(target, prompt.messages))
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -33,6 +33,14 @@ def open_target(name: str, dtype: str, threads: int | None, trust_remote_code: b
     return Target.from_pretrained(name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
 
 
+def render(target: Any, messages: list[dict[str, Any]]) -> Any:
+    """A prompt as the target's chat template opens its answer: [1, T] token ids on the target's device."""
+    encoded = target.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return encoded["input_ids"].to(target.device)
+
+
 def open_heads(folder: str, target: Any, any_target: bool) -> Any:
     """Load heads; say so where they were trained on text of another chat template than the target's."""
     import json

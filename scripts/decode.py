@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .common import open_heads, open_target, target_options
+from .common import open_heads, open_target, render, target_options
 
 
 @click.command("decode")
@@ -49,17 +49,13 @@ def command(
     drafter = open_heads(heads, target, any_target) if heads else None
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
-    inputs = target.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    inputs = {name: inputs[name].to(target.device) for name in ("input_ids", "attention_mask")}
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     generator = None if seed is None else torch.Generator(target.device).manual_seed(seed)
     start = time.perf_counter()
     out = SpeculativeDecoder(target, drafter, tree=tree).generate(
-        **inputs,
+        render(target, messages),
         max_new_tokens=new_tokens,
         streamer=TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True),
         generator=generator,
