@@ -39,7 +39,8 @@ class TargetFeatures:
         final: [B, T, H] hidden state after the final norm.
         loss_mask: [B, T] bool: tokens that the target wrote, and which are learned. Training only.
         position_ids: [B, T].
-        top: [B, T] the target's own most likely next token over its whole vocabulary. Training only.
+        top: [B, T] the target's own most likely next token over its whole vocabulary, where a learned token follows.
+            Training only.
     """
 
     input_ids: Tensor

@@ -36,7 +36,8 @@ from headsmith.training.features import (
     MemoryFeatures,
     OnlineFeatures,
 )
-from headsmith.training.loop import Interrupted, learning_rate, run_progress
+from headsmith.training.loop import Interrupted, rate_factor, run_progress
+from headsmith.training.optimizers import make_optimizers
 from headsmith.training.recipe import RecipeError, TrainSection, load_recipe
 from headsmith.training.state import TrainState
 from headsmith.training.tracking import NonFiniteLossError, Window
@@ -262,7 +263,8 @@ def test_features_of_a_padded_batch_are_those_of_single_samples(make):
         kept = len(sample)
         torch.testing.assert_close(features.hidden[row, :kept], alone.hidden[0], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(features.final[row, :kept], alone.final[0], atol=1e-5, rtol=1e-4)
-        assert torch.equal(features.top[row, :kept], alone.top[0])
+        learned = torch.tensor([*sample.loss_mask[1:], False])  # whether the token after it is
+        assert torch.equal(features.top[row, :kept], torch.where(learned, alone.top[0], -1))
         assert torch.equal(features.input_ids[row, :kept], ids[0])
         assert features.loss_mask[row].tolist() == sample.loss_mask.tolist() + [False] * (11 - kept)
         assert not features.loss_mask[row, kept:].any()
@@ -362,7 +364,7 @@ def gradient_of_first_step(recipe, samples, monkeypatch) -> list[torch.Tensor]:
             found.extend(parameter.grad.clone() for parameter in session.drafter.parameters())
             raise Interrupted
 
-    monkeypatch.setattr(run.optimizer, "step", step)
+    monkeypatch.setattr(run.optimizers[0], "step", step)
     with pytest.raises(Interrupted):
         loop.fit(run)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -384,9 +386,11 @@ def test_splitting_a_batch_into_micro_batches_leaves_the_gradient_as_it_is(metho
     torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_parameter_changes_after_one_step(method, tmp_path):
-    recipe = make_recipe(tmp_path, "train.max_steps=1", "train.unroll=[]", method=method)
+def test_every_parameter_changes_after_one_step(method, optimizer, tmp_path):
+    options = ["train.max_steps=1", "train.unroll=[]", f"train.optimizer={optimizer}"]
+    recipe = make_recipe(tmp_path, *options, method=method)
     session = session_for(recipe)
     before = {name: value.clone() for name, value in session.drafter.named_parameters()}
     loop.fit(session.run)
@@ -401,11 +405,12 @@ def test_weights_are_fp32_masters_and_move_under_small_steps_also_after_a_resume
         assert {parameter.dtype for parameter in session.drafter.parameters()} == {torch.float32}
         norm = next(value for name, value in session.drafter.named_parameters() if "norm" in name)
         before = norm.detach().clone()
-        for group in session.run.optimizer.param_groups:
+        (optimizer,) = session.run.optimizers
+        for group in optimizer.param_groups:
             group["lr"] = 1e-5
         for _ in range(100):
             norm.grad = torch.full_like(norm, 0.01)
-            session.run.optimizer.step()
+            optimizer.step()
         assert torch.allclose(before - norm, torch.full_like(norm, 1e-3), rtol=0.05)
         session.run.state.step = 100 * (sitting + 1)
         loop.save(session.run)
@@ -419,7 +424,7 @@ def test_the_target_is_neither_trained_nor_saved(tmp_path):
     target = chat_target()
     frozen = {name: value.clone() for name, value in target.model.state_dict().items()}
     session = session_for(recipe, target)
-    optimised = {id(p) for group in session.run.optimizer.param_groups for p in group["params"]}
+    optimised = {id(p) for one in session.run.optimizers for group in one.param_groups for p in group["params"]}
     assert optimised == {id(p) for p in session.drafter.parameters() if p.requires_grad}
     assert not optimised & {id(p) for p in target.model.parameters()}
     loop.fit(session.run)
@@ -432,11 +437,31 @@ def test_the_target_is_neither_trained_nor_saved(tmp_path):
 
 
 def test_only_matrices_decay():
-    recipe = load_recipe("smollm2-135m-eagle3", ["train.weight_decay=0.1"])
-    drafter = build_drafter("eagle3", tiny_target())
-    matrices, others = trainer.make_optimizer(drafter, recipe).param_groups
+    train = TrainSection(max_steps=1, weight_decay=0.1)
+    (optimizer,) = make_optimizers(build_drafter("eagle3", tiny_target()), train)
+    matrices, others = optimizer.param_groups
     assert matrices["weight_decay"] == 0.1 and all(p.dim() > 1 for p in matrices["params"])
     assert others["weight_decay"] == 0.0 and all(p.dim() <= 1 for p in others["params"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_muon_has_every_matrix_but_the_output_layers(method):
+    drafter = build_drafter(method, tiny_target())
+    adamw, muon = make_optimizers(drafter, TrainSection(max_steps=1, optimizer="muon", lr=1e-4, muon_lr=2e-3))
+    names = {id(value): name for name, value in drafter.named_parameters()}
+    (group,) = muon.param_groups
+    inner = {names[id(value)] for value in group["params"]}
+    assert inner == {n for n, p in drafter.named_parameters() if p.dim() == 2 and "lm_head" not in n}
+    others = [names[id(value)] for group in adamw.param_groups for value in group["params"]]
+    assert len(others) == len(set(others)) and inner.isdisjoint(others)
+    assert inner | set(others) == set(names.values())
+    loop.set_learning_rate([adamw, muon], TrainSection(max_steps=1, schedule="constant"), 9, 0.9)
+    assert [adamw.param_groups[0]["lr"], group["lr"]] == [1e-4, 2e-3]
+
+
+def test_muon_refuses_the_gradient_scaler():
+    with pytest.raises(RecipeError, match=r"train.mixed_precision is 'fp16', expected bf16 or null with"):
+        TrainSection(max_steps=1, optimizer="muon", mixed_precision="fp16")
 
 
 # ---- schedule ----
@@ -444,17 +469,17 @@ def test_only_matrices_decay():
 
 def test_learning_rate_warms_up_and_follows_the_schedule():
     def train(**changes):
-        return TrainSection(**{"max_steps": 100, "lr": 1.0, "warmup_fraction": 0.1, "min_lr_fraction": 0.1, **changes})
+        return TrainSection(**{"max_steps": 100, "warmup_fraction": 0.1, "min_lr_fraction": 0.1, **changes})
 
-    assert learning_rate(train(), 0, 0.0) == pytest.approx(0.1)
-    assert learning_rate(train(schedule="constant"), 5, 0.05) == pytest.approx(0.55)
-    assert learning_rate(train(schedule="constant"), 50, 0.5) == 1.0
-    assert learning_rate(train(schedule="linear"), 50, 0.5) == pytest.approx(0.55)
-    assert learning_rate(train(), 50, 0.5) == pytest.approx(0.55)
-    assert learning_rate(train(), 25, 0.25) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    assert learning_rate(train(), 100, 1.0) == pytest.approx(0.1)
-    assert learning_rate(train(warmup_steps=0, schedule="constant"), 0, 0.0) == 1.0
-    assert learning_rate(train(warmup_steps=4, schedule="constant"), 2, 0.9) == pytest.approx(0.55)
+    assert rate_factor(train(), 0, 0.0) == pytest.approx(0.1)
+    assert rate_factor(train(schedule="constant"), 5, 0.05) == pytest.approx(0.55)
+    assert rate_factor(train(schedule="constant"), 50, 0.5) == 1.0
+    assert rate_factor(train(schedule="linear"), 50, 0.5) == pytest.approx(0.55)
+    assert rate_factor(train(), 50, 0.5) == pytest.approx(0.55)
+    assert rate_factor(train(), 25, 0.25) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rate_factor(train(), 100, 1.0) == pytest.approx(0.1)
+    assert rate_factor(train(warmup_steps=0, schedule="constant"), 0, 0.0) == 1.0
+    assert rate_factor(train(warmup_steps=4, schedule="constant"), 2, 0.9) == pytest.approx(0.55)
 
 
 def test_progress_is_that_of_the_nearest_limit():
@@ -564,12 +589,12 @@ def crash():
     raise MemoryError
 
 
-@pytest.mark.parametrize("features", ["online", "memory"])
+@pytest.mark.parametrize(("features", "optimizer"), [("online", "adamw"), ("memory", "muon")])
 @pytest.mark.parametrize("method", [*METHODS, "noisy"])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(method, features, tmp_path, monkeypatch):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(method, features, optimizer, tmp_path, monkeypatch):
     """Killed at step 7, so steps 6 and 7 are run again from the checkpoint of step 5, in the next epoch."""
     monkeypatch.setitem(DRAFTERS, "noisy", NoisyMedusa)
-    overrides = [f"train.features={features}", "train.mixed_precision=bf16"]
+    overrides = [f"train.features={features}", f"train.optimizer={optimizer}", "train.mixed_precision=bf16"]
     trainer.train(make_recipe(tmp_path / "whole", *overrides, method=method), chat_target())
     broken = make_recipe(tmp_path / "broken", *overrides, method=method)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):

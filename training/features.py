@@ -225,8 +225,8 @@ class MemoryFeatures:
         return kept
 
     def _run(self, group: tuple[int, ...]) -> None:
-        ids, _ = collate(self.samples, Batch(group, 0, 0), self.target.device)
-        found = self.target.features(ids, self.needs, with_top=True)
+        ids, mask = collate(self.samples, Batch(group, 0, 0), self.target.device)
+        found = self.target.features(ids, self.needs, mask, with_top=True)
         assert found.final is not None and found.top is not None
         for row, index in enumerate(group):
             length = len(self.samples[index])

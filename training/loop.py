@@ -29,12 +29,12 @@ class Interrupted(RuntimeError):
 
 @dataclass
 class Run:
-    """All that the loop works on; drafter and optimizer are Accelerate's, the teacher is not."""
+    """All that the loop works on; drafter and optimizers are Accelerate's, the teacher is not."""
 
     recipe: Recipe
     accelerator: Accelerator
     drafter: Any
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     teacher: Teacher
     batches: Batches
     features: FeatureSource
@@ -56,7 +56,7 @@ def fit(run: Run) -> None:
         clock = Clock(accelerator, state.seconds, stop)
         run.tracker.start_window(state.tokens)
         for step, progress in remaining(run, clock):
-            set_learning_rate(run.optimizer, train, state.step, progress)
+            set_learning_rate(run.optimizers, train, state.step, progress)
             unrolled = train.unroll_steps(progress)
             # DDP averages over ranks, Accelerate over micro-batches: both are undone.
             scale = accelerator.num_processes * train.accumulation
@@ -67,8 +67,9 @@ def fit(run: Run) -> None:
                     if accelerator.sync_gradients:
                         norm = accelerator.clip_grad_norm_(run.drafter.parameters(), train.clip or math.inf)
                         check_finite(norm, accelerator, state.step)
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                    for optimizer in run.optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
                     run.window.add(loss)
             run.ema.update()
             advance(state, step, clock)
@@ -98,8 +99,11 @@ def run_progress(train: TrainSection, state: TrainState, seconds: float) -> floa
     return max(shares)
 
 
-def learning_rate(train: TrainSection, step: int, progress: float) -> float:
-    """Linear warm-up from a tenth of the peak, then the schedule; a pure function of the run's place."""
+def rate_factor(train: TrainSection, step: int, progress: float) -> float:
+    """Share of its peak that a learning rate has: linear warm-up from a tenth, then the schedule.
+
+    A pure function of the run's place.
+    """
     if train.warmup_steps is not None:
         warm = step / train.warmup_steps if train.warmup_steps else 1.0
     else:
@@ -110,12 +114,14 @@ def learning_rate(train: TrainSection, step: int, progress: float) -> float:
         "constant": 1.0,
     }[train.schedule]
     decayed = train.min_lr_fraction + (1 - train.min_lr_fraction) * left
-    return train.lr * (0.1 + 0.9 * min(warm, 1.0)) * decayed
+    return (0.1 + 0.9 * min(warm, 1.0)) * decayed
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainSection, step: int, progress: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(train, step, progress)
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], train: TrainSection, step: int, progress: float) -> None:
+    factor = rate_factor(train, step, progress)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
 
 
 def check_finite(norm: Tensor | None, accelerator: Accelerator, step: int) -> None:
@@ -168,7 +174,7 @@ def log_window(run: Run) -> None:
         "step": state.step,
         "epoch": round(state.epoch + state.share, 4),
         "progress": round(min(run_progress(run.recipe.train, state, state.seconds), 1.0), 6),
-        "lr": run.optimizer.param_groups[0]["lr"],
+        "lr": run.optimizers[0].param_groups[0]["lr"],
         "seconds": round(state.seconds, 2),
     }
     run.tracker.log(run.window, place, state.tokens)

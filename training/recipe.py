@@ -125,7 +125,9 @@ class TrainSection:
     epochs: float | None = None
     batch_tokens: int = 4096  # padded tokens a micro-batch and process; samples are bucketed by length
     accumulation: int = 1  # micro-batches an optimizer step
-    lr: float = 1e-3  # peak; small targets want 1e-3, 7B and more 3e-5 to 5e-5
+    optimizer: str = "adamw"  # adamw, or muon: Muon for the matrices inside the drafter, AdamW for the rest
+    lr: float = 1e-3  # peak of AdamW; small targets want 1e-3, 7B and more 3e-5 to 5e-5
+    muon_lr: float = 3e-3  # peak of Muon
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = 0.0
     warmup_steps: int | None = None  # null: warmup_fraction counts
@@ -148,12 +150,16 @@ class TrainSection:
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))  # OmegaConf hands over a list
         object.__setattr__(self, "unroll", list(self.unroll))
+        _one_of("train.optimizer", self.optimizer, "adamw", "muon")
         _one_of("train.schedule", self.schedule, "cosine", "linear", "constant")
         _one_of("train.features", self.features, "online", "memory")
         _one_of("train.mixed_precision", self.mixed_precision, "bf16", "fp16", None)
+        # Accelerate updates the gradient scaler after each optimizer, so the second would divide by it again.
+        scaled = (self.optimizer, self.mixed_precision) == ("muon", "fp16")
+        _check("train.mixed_precision", self.mixed_precision, not scaled, "bf16 or null with train.optimizer=muon")
         _one_of("train.tracker", self.tracker, "none", "wandb", "tensorboard")
         _positive(self, "train", "minutes", "max_steps", "epochs", "batch_tokens", "accumulation")
-        _positive(self, "train", "lr", "clip", "eval_every", "save_every", "save_minutes", "keep")
+        _positive(self, "train", "lr", "muon_lr", "clip", "eval_every", "save_every", "save_minutes", "keep")
         _positive(self, "train", "log_every", "threads")
         _fraction(self, "train", "warmup_fraction", "min_lr_fraction")
         _check("train.warmup_steps", self.warmup_steps, (self.warmup_steps or 0) >= 0, "0 or more, or null")

@@ -72,6 +72,7 @@ def run_identity(recipe: Recipe, target: str, data: str, processes: int) -> dict
         "drafter.method": recipe.drafter.method,
         "drafter.options": recipe.drafter.options,
         "seed": recipe.seed,
+        "train.optimizer": recipe.train.optimizer,
         "train.batch_tokens": recipe.train.batch_tokens,
         "train.accumulation": recipe.train.accumulation,
         "train.ema": recipe.train.ema,

@@ -44,6 +44,7 @@ from headsmith.training.features import (
 )
 from headsmith.training.loop import Interrupted, Run, fit, save
 from headsmith.training.memory import keep_freed_memory
+from headsmith.training.optimizers import make_optimizers
 from headsmith.training.recipe import Recipe, RecipeError, load_recipe
 from headsmith.training.state import Checkpoints, TrainState, data_fingerprint, run_identity
 from headsmith.training.tracking import NonFiniteLossError, Tracker, Window, check_tracker
@@ -212,7 +213,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
     check_same_data(fingerprint)
     drafter = new_drafter(recipe, target).to(accelerator.device)
     ema = EMA(drafter, recipe.train.ema)
-    wrapped, optimizer = accelerator.prepare(drafter, make_optimizer(drafter, recipe))
+    wrapped, *optimizers = accelerator.prepare(drafter, *make_optimizers(drafter, recipe.train))
     state, window = TrainState(), Window(accelerator)
     accelerator.register_for_checkpointing(state, window, ema)
     identity = run_identity(recipe, target.fingerprint, fingerprint, accelerator.num_processes)
@@ -232,7 +233,7 @@ def set_up(recipe: Recipe, accelerator: Accelerator, target: Target) -> Session:
     if recipe.train.tracker != "none":
         accelerator.init_trackers("headsmith", config=flattened(asdict(recipe)))
     run = Run(
-        recipe, accelerator, wrapped, optimizer, teacher, batches, features,
+        recipe, accelerator, wrapped, optimizers, teacher, batches, features,
         ema, checkpoints, tracker, evaluate, state, window,
     )  # fmt: skip
     return Session(run, drafter, target, data)
@@ -263,19 +264,6 @@ def introduction(recipe: Recipe, drafter: Any, target: Target, data: Data, proce
         text += f"\ntarget features will take {sample_feature_bytes(data.train, drafter.needs, target) / 1e9:.2f} GB"
         text += " of memory in each process"
     return text
-
-
-def make_optimizer(drafter: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW over the drafter's trainable parameters; only matrices decay."""
-    trainable = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
-    others = [parameter for parameter in trainable if parameter.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.train.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    fused = trainable[0].device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=recipe.train.lr, betas=recipe.train.betas, fused=fused)
 
 
 def checkpoint_bytes(drafter: nn.Module) -> int:

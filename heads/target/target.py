@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..drafter import Needs, TargetFeatures
@@ -125,7 +126,8 @@ class Target:
         Args:
             input_ids: [B, T], padded on the right with any token: causal attention never looks there.
             loss_mask: [B, T] passed on.
-            with_top: also record the target's most likely next token at every position.
+            with_top: also record the target's most likely next token, before the learned tokens of `loss_mask`
+                (-1 elsewhere), or at every position without one.
         """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         with captured(self.layers, needs.layers) as found:
@@ -137,14 +139,20 @@ class Target:
             final=final,
             loss_mask=loss_mask,
             position_ids=positions,
-            top=self._top(final) if with_top else None,
+            top=self._top(final, loss_mask) if with_top else None,
         )
 
-    def _top(self, final: Tensor) -> Tensor:
-        flat = final.flatten(0, 1)
+    def _top(self, final: Tensor, loss_mask: Tensor | None) -> Tensor:
+        # The head reads a whole vocabulary at each position: nobody asks about those before unlearned tokens.
+        wanted = torch.ones(final.shape[:2], dtype=torch.bool, device=final.device)
+        if loss_mask is not None:
+            wanted = F.pad(loss_mask[:, 1:], (0, 1))
+        flat = final[wanted]
         # .max(-1) is several times quicker than argmax on bf16 rows of a whole vocabulary.
         parts = [self.logits(flat[i : i + CHUNK]).max(-1).indices for i in range(0, len(flat), CHUNK)]
-        return torch.cat(parts).view(final.shape[:2])
+        top = torch.full(final.shape[:2], -1, device=final.device)
+        top[wanted] = torch.cat([top.new_empty(0), *parts])
+        return top
 
 
 class FrozenTeacher:
