@@ -1,6 +1,17 @@
 """Tree decoding: the engine, tree builders, verification, the decoder."""
 
 from .decoder import DecodeOutput, SpeculativeDecoder
-from .trees import TREES, DynamicTree, FixedTree, chain, make_tree
+from .tree_search import best_fixed_tree
+from .trees import TREES, CalibratedTree, DynamicTree, FixedTree, chain, make_tree
 
-__all__ = ["TREES", "DecodeOutput", "DynamicTree", "FixedTree", "SpeculativeDecoder", "chain", "make_tree"]
+__all__ = [
+    "TREES",
+    "CalibratedTree",
+    "DecodeOutput",
+    "DynamicTree",
+    "FixedTree",
+    "SpeculativeDecoder",
+    "best_fixed_tree",
+    "chain",
+    "make_tree",
+]

@@ -22,10 +22,11 @@ from headsmith.heads.drafter import Drafter
 from headsmith.heads.target import Target
 from torch import Tensor
 
-from .calibrate import RoundCosts, round_costs
+from .builder import TreeBuilder
+from .calibrated_tree import CalibratedTree
+from .costs import RoundCosts, round_costs
 from .decoder import SpeculativeDecoder
 from .stats import DecodeStats
-from .trees import TreeBuilder, make_tree
 
 GENERATE, PLAIN = "generate", "plain"
 
@@ -55,7 +56,7 @@ class Method:
     name: str
     tree: str
     run: Callable[[Tensor], Answer]
-    costs: RoundCosts | None = None
+    costs: Callable[[], RoundCosts] | None = None
     answers: list[Answer] = field(default_factory=list)
 
 
@@ -97,9 +98,12 @@ def decoder_method(
         out = decoder.generate(ids, max_new_tokens=setting.new_tokens, do_sample=False)
         return Answer(time.perf_counter() - start, out.sequences[0, ids.shape[1] :].tolist(), out.stats)
 
-    costs = None
-    if drafter is not None and measure:
-        costs = round_costs(setting.target, drafter, make_tree(tree), forward=setting.forward)
+    costs: Callable[[], RoundCosts] | None = None
+    if drafter is not None and isinstance(decoder.builder, CalibratedTree):
+        costs = decoder.builder.round_costs
+    elif drafter is not None and measure:
+        measured = round_costs(setting.target, drafter, decoder.builder, decoder.forward)
+        costs = lambda: measured  # noqa: E731
     return Method(name, tree if isinstance(tree, str) and drafter else decoder.tree_name, run, costs)
 
 
@@ -139,7 +143,7 @@ def summary(
     """One method's figures over all questions."""
     stats = merged(method.answers)
     tau = stats.acceptance_length if stats else None
-    plain_tau = method is plain or stats is None
+    costs = method.costs() if method.costs else None
     return {
         "name": method.name,
         "tree": method.tree,
@@ -153,8 +157,8 @@ def summary(
         "ratio_plain": ratio(plain.answers, method.answers),
         "median_ratio_generate": median_ratio(generate.answers, method.answers),
         "median_ratio_plain": median_ratio(plain.answers, method.answers),
-        "predicted_ratio": None if plain_tau or not method.costs else round(method.costs.predicted_ratio(tau or 1), 3),
-        "round_ms": None if not method.costs else {k: round(1e3 * v, 2) for k, v in vars(method.costs).items()},
+        "predicted_ratio": None if costs is None else round(costs.predicted_ratio(tau or 1), 3),
+        "round_ms": None if costs is None else {k: round(1e3 * v, 2) for k, v in vars(costs).items()},
         "identical": sum(a.tokens == b.tokens for a, b in zip(method.answers, plain.answers)),
         "differences": differences(setting, method, plain, questions),
         "by_category": by_category(method, plain, questions),

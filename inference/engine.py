@@ -13,12 +13,15 @@ from headsmith.heads.cache import RaggedTreeCache
 from headsmith.heads.drafter import Needs
 from headsmith.heads.target import Target
 from headsmith.heads.target.features import stack
+from headsmith.heads.target.paths import PathCaches
+from headsmith.heads.target.probe import probe
 from torch import Tensor
 
 from .generic import GenericForward
 from .lean import LeanForward, try_lean
+from .paths import PathForward
 
-Forward = GenericForward | LeanForward
+Forward = GenericForward | LeanForward | PathForward
 
 
 @dataclass
@@ -35,7 +38,7 @@ class NodeOutput:
 
 
 def choose_forward(target: Target, kind: Literal["auto", "lean", "generic"] = "auto") -> Forward:
-    """The lean forward where the target's layout allows it, else the generic one; made once a target.
+    """The lean forward where the target's layout allows it, else the one that the probe finds; made once a target.
 
     Raises: ValueError if `lean` is asked for and the target is not of the common layout.
     """
@@ -49,7 +52,8 @@ def choose_forward(target: Target, kind: Literal["auto", "lean", "generic"] = "a
     if kind == "lean":
         raise ValueError(f"{target.name} cannot use the lean forward: {made['lean'][1]}")
     if "generic" not in made:
-        made["generic"] = GenericForward(target)
+        drive = probe(target)
+        made["generic"] = GenericForward(target, drive) if drive.path == "tree" else PathForward(target, drive)
     return made["generic"]
 
 
@@ -75,7 +79,11 @@ class Session:
         self.runner: Forward = choose_forward(target, forward) if isinstance(forward, str) else forward
         self.capacity = capacity
         self.capture = needs.layers if needs else ()
-        self.cache = RaggedTreeCache(self.runner.layer_shapes, rows, capacity, target.dtype, target.device)
+        self.cache: RaggedTreeCache | PathCaches
+        if isinstance(self.runner, PathForward):
+            self.cache = self.runner.open(rows)
+        else:
+            self.cache = RaggedTreeCache(self.runner.layer_shapes, rows, capacity, target.dtype, target.device)
         self.forwards = 0
 
     @property
@@ -96,24 +104,30 @@ class Session:
             depth: [b, N] distance from the first node; None for a chain, as a prompt is.
             ancestors: [b, N, N] bool, itself included; None for a chain.
         """
-        single = tokens.numel() == 1
-        if single:
-            # One row takes another kernel than several, with other rounding (and on CPU a slower one).
-            tokens = tokens.expand(1, 2)
-            depth = ancestors = None
+        self.forwards += 1
+        if isinstance(self.cache, PathCaches):
+            return self._output(*self.cache.forward(tokens, ancestors, rows, self.capture))
+        if tokens.numel() > 1:
+            return self._output(*self._tree(self.cache, tokens, depth, ancestors, rows))
+        # One row takes another kernel than several, with other rounding (and on CPU a slower one).
+        final, found = self._tree(self.cache, tokens.expand(1, 2), None, None, rows)
+        return self._output(final[:, :1], {k: value[:, :1] for k, value in found.items()})
+
+    def _tree(
+        self, cache: RaggedTreeCache, tokens: Tensor, depth: Tensor | None, ancestors: Tensor | None, rows: slice
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        assert not isinstance(self.runner, PathForward)
         nodes = tokens.shape[1]
-        span = self.cache.begin(rows, nodes)
+        span = cache.begin(rows, nodes)
         if depth is None:
             depth = torch.arange(nodes, device=tokens.device).expand(tokens.shape)
-        positions = self.cache.lengths[rows][:, None] + depth
-        seen = self.cache.mask(span, ancestors)
-        slots = self.cache.positions(span, depth)
-        final, found = self.runner(tokens, positions, seen, slots, self.cache, span, self.capture)
-        self.forwards += 1
-        hidden = stack(found, self.capture, final) if self.capture else None
-        if single:
-            return NodeOutput(final[:, :1], None if hidden is None else hidden[:, :1])
-        return NodeOutput(final, hidden)
+        positions = cache.lengths[rows][:, None] + depth
+        seen = cache.mask(span, ancestors)
+        slots = cache.positions(span, depth)
+        return self.runner(tokens, positions, seen, slots, cache, span, self.capture)
+
+    def _output(self, final: Tensor, found: dict[int, Tensor]) -> NodeOutput:
+        return NodeOutput(final, stack(found, self.capture, final) if self.capture else None)
 
     def logits(self, final: Tensor) -> Tensor:
         """[..., H] -> [..., V]; a single feature is doubled for the same reason as a single token."""
@@ -129,6 +143,9 @@ class Session:
     def prefill(self, input_ids: Tensor, lengths: Tensor, rows: slice = slice(None)) -> NodeOutput:
         """Run right-padded prompts [b, T] into empty rows and commit their first `lengths` [b] tokens."""
         self.cache.reset(rows)
+        if isinstance(self.cache, PathCaches):
+            self.forwards += 1
+            return self._output(*self.cache.prefill(input_ids, lengths, rows, self.capture))
         output = self.forward(input_ids, rows=rows)
         path = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
         self.commit(path, lengths, rows)

@@ -14,12 +14,10 @@ import torch.nn.functional as F
 from headsmith.heads.cache import LayerShape, RaggedTreeCache, Span
 from headsmith.heads.layers import Fused, apply_rope, fold_mask, rms_norm, tree_attention
 from headsmith.heads.target import Target
+from headsmith.heads.target.probe import TOLERANCE
 from torch import Tensor, nn
 
 STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # tables that do not depend on the length of the input
-# Root-mean-square difference of the logits on random tokens, in their standard deviations. The model itself, in bf16,
-# stands 0.08 from its fp32 logits there; a wrong layout gives 0.5 and more.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 
 @dataclass

@@ -22,7 +22,9 @@ from .common import open_heads, open_target, render, target_options
 )
 @click.option("--limit", type=int, help="Ask this many, spread over all categories.")
 @click.option("--new-tokens", default=64, show_default=True)
-@click.option("--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, dynamic]")
+@click.option(
+    "--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, calibrated]"
+)
 @click.option("--forward", default="auto", show_default=True, help="auto, lean or generic.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
 def command(
@@ -57,7 +59,7 @@ def command(
     ]
     for folder in heads:
         drafter = open_heads(folder, target, any_target)
-        for tree in trees or ("chain:depth=3", "dynamic"):
+        for tree in trees or ("chain:depth=3", "calibrated"):
             methods.append(bench.decoder_method(setting, drafter.method, drafter, tree))
     asked = [_question(target, prompt) for prompt in spread(load_prompts(questions), limit)]
     result = bench.run_benchmark(

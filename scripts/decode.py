@@ -14,7 +14,7 @@ from .common import open_heads, open_target, render, target_options
 @click.option("--heads", help="Heads folder or training run; without it the target decodes plainly.")
 @click.option("--prompt", required=True, help="What the user says.")
 @click.option("--system", help="A system message before it.")
-@click.option("--tree", default="dynamic", show_default=True, help="chain, fixed, dynamic; dynamic:total=8,depth=5.")
+@click.option("--tree", default="calibrated", show_default=True, help="Or chain, fixed, dynamic; dynamic:total=8.")
 @click.option("--new-tokens", default=256, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", default=1.0, show_default=True)

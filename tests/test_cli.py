@@ -30,10 +30,10 @@ def setting(tmp_path_factory):
     return folder
 
 
-def headsmith(*arguments, cwd="/"):
+def headsmith(*arguments, cwd="/", **environment):
     return subprocess.run(
         [sys.executable, "-m", "headsmith.scripts.cli", *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd, env={**os.environ, "COLUMNS": "160"},
+        capture_output=True, text=True, cwd=cwd, env={**os.environ, "COLUMNS": "160", **environment},
     )  # fmt: skip
 
 
@@ -58,13 +58,22 @@ def test_bench_writes_its_figures_and_prints_a_table(setting):
     assert names[:4] == [
         ("generate", "-"), ("plain", "plain"), ("generate+lookup", "-"), ("prompt_lookup", "chain:depth=3")
     ]  # fmt: skip
-    assert names[4:] == [(m, t) for m in ("medusa", "eagle3") for t in ("chain:depth=3", "dynamic")]
+    assert names[4:] == [(m, t) for m in ("medusa", "eagle3") for t in ("chain:depth=3", "calibrated")]
     for method in result["methods"]:
         assert method["identical"] == 3 and method["differences"] == []
         assert method["tokens"] > 0 and method["seconds"] > 0
         assert set(method["by_category"]) == {"a", "b"}
     assert result["methods"][1]["ratio_plain"] == 1.0 and result["methods"][0]["ratio_generate"] == 1.0
     assert "eagle3" in done.stdout and "× plain" in done.stdout
+
+
+def test_calibrate_says_what_rounds_cost_and_keeps_it(setting):
+    home = setting / "home"
+    given = ["--target", setting / "target", "--heads", setting / "eagle3"]
+    done = headsmith("calibrate", *given, HEADSMITH_HOME=str(home))
+    assert done.returncode == 0, done.stderr
+    assert "T(1) = " in done.stdout and "T(32) = " in done.stdout and "pay where τ is above" in done.stdout
+    assert len(list((home / "costs").glob("*.json"))) == 1
 
 
 def test_decode_streams_the_same_answer_with_and_without_heads(setting):
@@ -75,7 +84,7 @@ def test_decode_streams_the_same_answer_with_and_without_heads(setting):
     )  # fmt: skip
     assert plain.returncode == heads.returncode == 0, heads.stderr
     assert plain.stdout == heads.stdout
-    assert "verify forwards, τ" in heads.stderr and "dynamic tree" in heads.stderr
+    assert "verify forwards, τ" in heads.stderr and "calibrated tree" in heads.stderr
 
 
 @pytest.mark.parametrize(

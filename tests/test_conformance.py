@@ -8,18 +8,21 @@ import pytest
 import torch
 from headsmith.heads.drafter import Drafter, Needs
 from headsmith.heads.prompt_lookup import PromptLookup
-from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain
+from headsmith.inference import CalibratedTree, DynamicTree, FixedTree, SpeculativeDecoder, chain
+from headsmith.inference.costs import CostModel
 
 from tests.scripted import ScriptedDrafter
 from tests.tiny import FAMILIES, LEAN, greedy_reference, random_prompts, tiny_target
 
 NEW = 23
+CHEAP = CostModel((1, 32), (1.0, 1.1), 0.0, 0.0)
 TREES = {
     "chain1": chain(1),
     "chain4": chain(4),
     "fixed": FixedTree(((0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0), (1, 1, 1), (0, 0, 0))),
     "dynamic": DynamicTree(total=8, depth=4, top_k=3),
     "dynamic_wide": DynamicTree(total=24, depth=3, top_k=4),
+    "calibrated": CalibratedTree(nodes=16, depth=4, top_k=3, fallback=False, costs=CHEAP),
 }
 DRAFTERS = {
     "perfect": {},
@@ -206,8 +209,7 @@ def test_streaming_hands_out_every_token():
 
 def test_refusals_name_what_they_refuse():
     target, ids, mask, _, _scripts = setting(batch=1)
-    refused = {"num_beams": 4, "repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "min_new_tokens": 3, "top_h": 0.4}
-    refused |= {"stop_strings": ["."], "bad_words_ids": [[3]], "prompt_lookup_num_tokens": 3, "max_time": 9.0}
+    refused = {"num_beams": 4, "guidance_scale": 1.5, "prompt_lookup_num_tokens": 3, "output_attentions": True}
     for name, value in refused.items():
         with pytest.raises(ValueError, match=name):
             decode(target, None, "chain", ids, mask, **{name: value})

@@ -18,7 +18,7 @@ from headsmith.training.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 NEW, QUESTIONS = 48, 20
-TREES = ["chain:depth=3", "dynamic"]
+TREES = ["chain:depth=3", "dynamic", "calibrated:fallback=false"]
 
 
 @pytest.fixture(scope="module")

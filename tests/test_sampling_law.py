@@ -7,8 +7,9 @@ import torch
 from headsmith.heads import build_drafter
 from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain, decoder
 
-from tests.laws import chi_square_p_value, count_sequences, joint_law, processed
+from tests.laws import chi_square_p_value, chi_square_power, count_sequences, joint_law, processed
 from tests.tiny import tiny_target
+from tests.wrong_paths import WRONG_PATHS
 
 VOCAB, LENGTH, ROWS, RUNS = 8, 3, 2048, 204_800
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
@@ -20,6 +21,16 @@ SETTINGS = {
     "dynamic tree": ("eagle3", DynamicTree(6, 2, 3), {"temperature": 0.7, "top_p": 0.9}),
     "plain": (None, "chain", {"temperature": 0.7, "top_p": 0.9}),
 }
+# Every token forbids one successor, and one pair of tokens forbids a third.
+BAD_WORDS = [[token, (3 * token + 1) % VOCAB] for token in range(VOCAB)] + [[1, 6, 6]]
+# Processors that depend on the path, and what stands for them in `penalised`.
+PATH_DEPENDENT = {
+    "repetition penalty": {"repetition_penalty": 2.5},
+    "no-repeat n-gram": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": BAD_WORDS},
+    "all": {"repetition_penalty": 1.6, "no_repeat_ngram_size": 2, "bad_words_ids": BAD_WORDS},
+}
+REPEATING = torch.tensor([[1, 3, 5, 2, 5, 1, 2, 2, 6, 5, 5]])  # a prompt whose pairs come again
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +41,22 @@ def target():
     )  # fmt: skip
 
 
-def exact_law(target, prompt, temperature, top_p):
+def penalised(logits, text, repetition_penalty=1.0, no_repeat_ngram_size=0, bad_words_ids=()):
+    """[V] logits after a text, by hand."""
+    scores = logits.clone()
+    for token in set(text):
+        scores[token] *= repetition_penalty if scores[token] < 0 else 1 / repetition_penalty
+    if n := no_repeat_ngram_size:
+        for start in range(len(text) - n + 1):
+            if text[start : start + n - 1] == text[len(text) - n + 1 :]:
+                scores[text[start + n - 1]] = -torch.inf
+    for *before, last in bad_words_ids:
+        if text[len(text) - len(before) :] == before:
+            scores[last] = -torch.inf
+    return scores
+
+
+def exact_law(target, prompt, temperature=1.0, top_p=1.0, **penalties):
     """The law of the next three tokens, from ordinary forwards over every prefix."""
     conditionals = []
     for length in range(LENGTH):
@@ -38,6 +64,7 @@ def exact_law(target, prompt, temperature, top_p):
         prefixes = prefixes.long().view(VOCAB**length, length)
         ids = torch.cat((prompt.expand(len(prefixes), -1), prefixes), 1)
         logits = target.model(input_ids=ids).logits[:, -1]
+        logits = torch.stack([penalised(row, text, **penalties) for row, text in zip(logits, ids.tolist())])
         conditionals.append(processed(logits, temperature, top_p).view(*[VOCAB] * length, VOCAB))
     return joint_law(conditionals)
 
@@ -81,6 +108,38 @@ def test_the_decoder_emits_the_targets_law(name, target):
     assert int(counts.sum()) == RUNS >= 200_000
     assert (accepted > RUNS / 50) == (method is not None)
     assert chi_square_p_value(counts, exact_law(target, prompt, **arguments)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "name, processors",
+    [
+        ("tree, fixed children", "repetition penalty"),
+        ("tree, sampled", "no-repeat n-gram"),
+        ("dynamic tree", "bad words"),
+        ("tree, sampled", "all"),
+    ],
+)
+def test_the_law_holds_with_processors_that_depend_on_the_path(name, processors, target):
+    method, tree, warpers = SETTINGS[name]
+    arguments = PATH_DEPENDENT[processors] | warpers
+    counts, accepted = sample(target, REPEATING, method, tree, arguments)
+    assert int(counts.sum()) == RUNS >= 200_000 and accepted > RUNS / 50
+    law = exact_law(target, REPEATING, **arguments)
+    assert chi_square_p_value(counts, law) > 1e-4
+    # The processors do something: without them the law is another.
+    assert chi_square_power(law, exact_law(target, REPEATING, **warpers), RUNS, 1e-6) > 0.99
+
+
+@pytest.mark.parametrize("processors", ["repetition penalty", "no-repeat n-gram", "bad words"])
+@pytest.mark.parametrize("bug", WRONG_PATHS)
+def test_a_node_processed_on_another_path_is_found_out(bug, processors, target, monkeypatch):
+    """A fifth of the runs rejects processors that see the flat order of the tree, or the committed prefix alone."""
+    monkeypatch.setattr("headsmith.inference.sampling._paths", WRONG_PATHS[bug])
+    method, tree, warpers = SETTINGS["tree, fixed children"]
+    arguments = PATH_DEPENDENT[processors] | warpers
+    counts, _ = sample(target, REPEATING, method, tree, arguments, runs=40_960)
+    p_value = chi_square_p_value(counts, exact_law(target, REPEATING, **arguments))
+    assert p_value < 1e-6
 
 
 def test_a_bonus_from_the_raw_softmax_is_found_out(target, monkeypatch):

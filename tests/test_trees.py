@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from headsmith.heads.drafter import DraftState, Needs, Proposal
 from headsmith.heads.tree import DraftTree, ancestor_mask
 from headsmith.inference import DynamicTree, FixedTree, chain, make_tree
+from headsmith.inference.costs import CostModel
+from headsmith.inference.tree_search import best_fixed_tree, best_paths, expected_rate
 
 VOCAB = 12
 
@@ -154,3 +158,45 @@ def test_names_and_shapes_of_trees():
         FixedTree(((0, 0),))
     with pytest.raises(ValueError, match="needs"):
         FixedTree(((1,),))
+
+
+TOP_K = [[0.6, 0.75, 0.8], [0.5, 0.62, 0.7], [0.4, 0.5, 0.55]]
+
+
+def trees_of(count: int) -> list[set[tuple[int, ...]]]:
+    """Every fixed tree of `count` paths with at most 3 ranks and 3 levels."""
+    found = [frozenset()]
+    for _ in range(count):
+        larger = set()
+        for tree in found:
+            parents = [(), *tree]
+            for parent in parents:
+                rank = sum(path[:-1] == parent for path in tree)
+                if rank < 3 and len(parent) < 3:
+                    larger.add(tree | {(*parent, rank)})
+        found = list(larger)
+    return [set(tree) for tree in found]
+
+
+def worth(paths) -> float:
+    hit = [[a - b for a, b in zip(level, [0.0, *level])] for level in TOP_K]
+    return sum(math.prod(hit[level][rank] for level, rank in enumerate(path)) for path in paths)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_the_searched_tree_is_the_best_of_all(count):
+    tree = best_fixed_tree(TOP_K, nodes=count + 1)
+    assert len(tree.paths) == count
+    assert worth(tree.paths) == pytest.approx(max(worth(paths) for paths in trees_of(count)))
+
+
+def test_costs_choose_the_size_of_the_searched_tree():
+    free, dear = CostModel((1, 32), (1.0, 1.0), 0.1, 0.0), CostModel((1, 32), (1.0, 8.0), 0.1, 0.05)
+    assert best_fixed_tree(TOP_K, 12, free).nodes == 12
+    small = best_fixed_tree(TOP_K, 12, dear)
+    best = max(range(13), key=lambda n: expected_rate(best_paths(TOP_K, n), dear))
+    assert 1 < small.nodes == best + 1 < 12
+    with pytest.raises(ValueError, match="decode plainly"):
+        best_fixed_tree(TOP_K, 12, CostModel((1, 2), (1.0, 9.0), 5.0, 5.0))
+    with pytest.raises(ValueError, match="must rise"):
+        best_fixed_tree([[0.5, 0.4]])

@@ -26,7 +26,18 @@ class _Output(BaseModelOutputWithPast):
 
 
 class _Stub(nn.Module):
-    """Stands in for the decoder and hands its input on as the last hidden state."""
+    """Stands in for the child that is, or holds, the decoder, and hands its input on as the last hidden state."""
+
+    def __init__(self, replaced: nn.Module, decoder: nn.Module) -> None:
+        super().__init__()
+        # Not as children: the stub owns none of the weights.
+        object.__setattr__(self, "_parts", (replaced, decoder))
+
+    def __getattr__(self, name: str) -> Any:
+        """What the replaced child has (multipliers of the logits), and itself for the decoder inside it."""
+        replaced, decoder = self.__dict__["_parts"]
+        found = getattr(replaced, name)
+        return self if isinstance(found, nn.Module) and any(part is decoder for part in found.modules()) else found
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
         return _Output(last_hidden_state=cast(Any, inputs_embeds))
@@ -44,7 +55,9 @@ class HeadPath:
         # A shallow copy shares every parameter; only its table of children is its own.
         clone = copy.copy(model)
         clone._modules = dict(model._modules)
-        clone._modules[child_holding(model, find_decoder(model))] = _Stub()
+        decoder = find_decoder(model)
+        holder = child_holding(model, decoder)
+        clone._modules[holder] = _Stub(model.get_submodule(holder), decoder)
         if rows is not None:
             head = cast(Any, model).get_output_embeddings()
             clone._modules[child_holding(model, head)] = _reduced(head, rows)

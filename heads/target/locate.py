@@ -18,11 +18,12 @@ def text_config(model: nn.Module) -> Any:
 
 def find_decoder(model: nn.Module) -> nn.Module:
     """The module that turns token ids into hidden states, without the language-model head."""
-    decoder = cast(Any, model).get_decoder()
-    if decoder is not model:
-        return decoder
     from transformers import PreTrainedModel
 
+    decoder = cast(Any, model).get_decoder()
+    # Some give themselves, and one whose head is called "decoder" gives that.
+    if decoder is not model and isinstance(decoder, PreTrainedModel):
+        return decoder
     for child in model.children():
         if isinstance(child, PreTrainedModel):
             return child

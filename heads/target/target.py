@@ -35,7 +35,6 @@ class Target:
         self.tokenizer = tokenizer
         self.config = text_config(model)
         self.decoder: Any = find_decoder(model)
-        self.layers: Any = find_layers(self.decoder, self.config.num_hidden_layers)
         self._heads: dict[int | None, tuple[Tensor | None, HeadPath]] = {}
 
     @classmethod
@@ -87,6 +86,11 @@ class Target:
     @property
     def device(self) -> torch.device:
         return cast(Any, self.model).get_input_embeddings().weight.device
+
+    @cached_property
+    def layers(self) -> Any:
+        """The list of decoder layers; a target without one decodes all the same, only capture needs it."""
+        return find_layers(self.decoder, self.config.num_hidden_layers)
 
     @cached_property
     def fingerprint(self) -> str:
