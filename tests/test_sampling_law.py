@@ -113,10 +113,10 @@ def test_the_decoder_emits_the_targets_law(name, target):
 @pytest.mark.parametrize(
     "name, processors",
     [
-        ("tree, fixed children", "repetition penalty"),
-        ("tree, sampled", "no-repeat n-gram"),
-        ("dynamic tree", "bad words"),
         ("tree, sampled", "all"),
+        pytest.param("tree, fixed children", "repetition penalty", marks=pytest.mark.slow),
+        pytest.param("tree, sampled", "no-repeat n-gram", marks=pytest.mark.slow),
+        pytest.param("dynamic tree", "bad words", marks=pytest.mark.slow),
     ],
 )
 def test_the_law_holds_with_processors_that_depend_on_the_path(name, processors, target):
@@ -130,7 +130,10 @@ def test_the_law_holds_with_processors_that_depend_on_the_path(name, processors,
     assert chi_square_power(law, exact_law(target, REPEATING, **warpers), RUNS, 1e-6) > 0.99
 
 
-@pytest.mark.parametrize("processors", ["repetition penalty", "no-repeat n-gram", "bad words"])
+@pytest.mark.parametrize(
+    "processors",
+    ["repetition penalty", *(pytest.param(name, marks=pytest.mark.slow) for name in ("no-repeat n-gram", "bad words"))],
+)
 @pytest.mark.parametrize("bug", WRONG_PATHS)
 def test_a_node_processed_on_another_path_is_found_out(bug, processors, target, monkeypatch):
     """A fifth of the runs rejects processors that see the flat order of the tree, or the committed prefix alone."""
