@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .builder import TreeBuilder
 from .calibrated_tree import CalibratedTree
+from .certify import first_difference
 from .costs import RoundCosts, round_costs
 from .decoder import SpeculativeDecoder
 from .stats import DecodeStats
@@ -219,8 +220,7 @@ def differences(setting: Setting, method: Method, plain: Method, questions: Sequ
     for question, ours, theirs in zip(questions, method.answers, plain.answers):
         if ours.tokens == theirs.tokens:
             continue
-        pairs = zip(ours.tokens, theirs.tokens)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours.tokens), len(theirs.tokens)))
+        place = first_difference(ours.tokens, theirs.tokens)
         margin = None
         if place < min(len(ours.tokens), len(theirs.tokens)):
             prefix = torch.tensor([theirs.tokens[:place]], dtype=torch.long, device=question.input_ids.device)

@@ -24,6 +24,8 @@ PRIOR = 8.0  # accepted tokens' worth of trust in the drafter's own probabilitie
 MEMORY = 0.995  # weight of the past, a round
 PATIENCE = 16  # rounds of a call before speculation may be given up; after it once was, a quarter
 
+Candidates = tuple[np.ndarray, np.ndarray]  # [B, P] scores, and the probability that each is accepted
+
 
 @dataclass
 class Plan:
@@ -103,16 +105,17 @@ class CalibratedTree:
         assert self._costs is not None, "prepare comes first"
         beam = Beam(drafter, state, proposal, active, self.top_k)
         rows = int(active.sum())
-        plan = self._best_plan(self._worth(beam), rows, 0)
+        known = self._worth(beam)
+        plan = self._best_plan(known, rows, 0)
         passes = 0
         for level in range(1, min(self.depth, drafter.max_depth)):
-            deeper = self._best_plan(self._foreseen(beam, level), rows, passes + 1)
-            if deeper.rate <= plan.rate:
+            if self._best_plan(self._foreseen(known, beam, level), rows, passes + 1).rate <= plan.rate:
                 break
             self._grow(beam)
             passes += 1
-            plan = self._best_plan(self._worth(beam), rows, passes)
-        self._note(beam, plan, passes)
+            known = self._worth(beam)
+            plan = self._best_plan(known, rows, passes)
+        self._note(known[0], beam, plan, passes)
         if plan.size == 1:
             return DraftTree.root(root, active.long())
         return beam.pool.tree(root, active, plan.size)
@@ -145,28 +148,28 @@ class CalibratedTree:
         """[D] how many times more often a level is accepted than the drafter foresees."""
         return (self._accepted + PRIOR) / (self._expected + PRIOR)
 
-    def _worth(self, beam: Beam) -> tuple[np.ndarray, np.ndarray]:
+    def _worth(self, beam: Beam) -> Candidates:
         """[B, P] scores of all candidates, and the probability that each is accepted."""
         scores = torch.where(beam.active[:, None], beam.pool.scores, -torch.inf).double().cpu().numpy()
         depth = beam.pool.depth[0].cpu().numpy()  # a level's candidates stand in the same places in every row
         return scores, np.exp(scores) * self._trust()[depth - 1]
 
-    def _foreseen(self, beam: Beam, level: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same with the children that the beam's nodes would usually have."""
-        scores, worth = self._worth(beam)
+    def _foreseen(self, known: Candidates, beam: Beam, level: int) -> Candidates:
+        """The known ones, and the children that the beam's nodes would usually have."""
+        scores, worth = known
         parents = np.take_along_axis(scores, beam.nodes.cpu().numpy(), 1)
         children = (parents[..., None] + np.log(self._children)).reshape(len(scores), -1)
         added = np.exp(children) * self._trust()[level]
         return np.concatenate((scores, children), 1), np.concatenate((worth, added), 1)
 
-    def _best_plan(self, candidates: tuple[np.ndarray, np.ndarray], rows: int, passes: int) -> Plan:
+    def _best_plan(self, candidates: Candidates, rows: int, passes: int) -> Plan:
         """The tree size at which the expected tokens a second are most."""
         assert self._costs is not None
         scores, worth = candidates
         order = np.argsort(-scores, axis=1, kind="stable")[:, : self.nodes - 1]
         gained = np.take_along_axis(worth, order, 1).sum(0).cumsum()
         tokens = rows + np.concatenate(([0.0], gained))
-        seconds = self._times[: len(tokens)] + self._costs.observe + passes * self._costs.expand
+        seconds = self._times[: len(tokens)] + self._costs.drafting(passes)
         rates = tokens / seconds
         best = int(rates.argmax())
         return Plan(best + 1, float(rates[best]), float(seconds[best]))
@@ -179,16 +182,15 @@ class CalibratedTree:
             mean = (parents[..., None] * children).sum((0, 1)) / total
             self._children = 0.95 * self._children + 0.05 * mean.clamp(min=1e-6).cpu().numpy()
 
-    def _note(self, beam: Beam, plan: Plan, passes: int) -> None:
+    def _note(self, scores: np.ndarray, beam: Beam, plan: Plan, passes: int) -> None:
         """Keep what is needed to learn from the round."""
         assert self._costs is not None
-        scores, _ = self._worth(beam)
         order = np.argsort(-scores, axis=1, kind="stable")[:, : plan.size - 1]
         depth = beam.pool.depth[0].cpu().numpy()[order]
         chosen = np.exp(np.take_along_axis(scores, order, 1))
         self._verified = np.bincount(depth.ravel() - 1, weights=chosen.ravel(), minlength=self.depth)
         self._plan = plan
-        drafting = self._costs.observe + passes * self._costs.expand
+        drafting = self._costs.drafting(passes)
         self._sums += [1, plan.seconds - drafting, drafting]
 
     def _give_up(self) -> None:

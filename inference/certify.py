@@ -82,12 +82,16 @@ def certify(
     for row, (prompt, ours, theirs) in enumerate(zip(prompts, found, plain, strict=True)):
         if ours == theirs:
             continue
-        place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
-        difference = finer.difference(row, place, prompt, ours, theirs)
+        difference = finer.difference(row, first_difference(ours, theirs), prompt, ours, theirs)
         if not difference.is_tie:
             raise CertificationError(f"not plain decoding's answer in {difference}")
         differences.append(difference)
     return Certificate(len(found), tuple(differences))
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """The first place where two texts differ: the length of the shorter one, if that is how the other begins."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
 class _Finer:

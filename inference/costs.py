@@ -56,6 +56,10 @@ class CostModel:
         """T(1): a step of plain decoding."""
         return self.verify[0]
 
+    def drafting(self, passes: int) -> float:
+        """c: the first level, and so many further ones."""
+        return self.observe + passes * self.expand
+
     def verify_times(self, most: int) -> np.ndarray:
         """[most] T(1) to T(most)."""
         wanted = np.arange(1, most + 1)

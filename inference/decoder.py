@@ -132,10 +132,10 @@ class SpeculativeDecoder:
         Raises: ValueError for an argument that is not honoured; NonFiniteLogitsError naming the row;
             CertificationError for a difference that is no tie.
         """
-        if certify and not only_generates(self.forward):
-            return self._certified(input_ids, attention_mask, streamer, arguments)
         if only_generates(self.forward):
             return DecodeOutput(*own_generate(self.target, input_ids, attention_mask, streamer, generator, arguments))
+        if certify:
+            return self._certified(input_ids, attention_mask, streamer, arguments)
         prompts, lengths = right_padded(input_ids, attention_mask)
         options = decoding_options(self.target, prompts, lengths, **arguments)
         if self.acceptance == "typical" and not options.sample:

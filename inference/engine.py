@@ -13,6 +13,7 @@ from headsmith.heads.cache import RaggedTreeCache
 from headsmith.heads.drafter import Needs
 from headsmith.heads.target import Target
 from headsmith.heads.target.features import stack
+from headsmith.heads.target.nodes import run_nodes
 from headsmith.heads.target.paths import PathCaches
 from headsmith.heads.target.probe import probe
 from torch import Tensor
@@ -116,15 +117,9 @@ class Session:
     def _tree(
         self, cache: RaggedTreeCache, tokens: Tensor, depth: Tensor | None, ancestors: Tensor | None, rows: slice
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        assert not isinstance(self.runner, PathForward)
-        nodes = tokens.shape[1]
-        span = cache.begin(rows, nodes)
         if depth is None:
-            depth = torch.arange(nodes, device=tokens.device).expand(tokens.shape)
-        positions = cache.lengths[rows][:, None] + depth
-        seen = cache.mask(span, ancestors)
-        slots = cache.positions(span, depth)
-        return self.runner(tokens, positions, seen, slots, cache, span, self.capture)
+            depth = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return run_nodes(self.runner, cache, tokens, depth, ancestors, rows, self.capture)
 
     def _output(self, final: Tensor, found: dict[int, Tensor]) -> NodeOutput:
         return NodeOutput(final, stack(found, self.capture, final) if self.capture else None)

@@ -1,6 +1,6 @@
 """What happens where a target takes no draft: plain decoding, or the model's own generate(), and one warning.
 
-B rows, T prompt tokens, V vocabulary.
+B rows, T prompt tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .engine import Forward
 from .options import decoding_options
 from .paths import PathForward
-from .rows import right_padded
+from .rows import by_step, right_padded
 from .stats import DecodeStats
 
 
@@ -72,13 +72,6 @@ def own_generate(
     new = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=options.pad)
     steps = sum(len(answer) - 1 for answer in answers)
     stats = DecodeStats("generate", len(answers), forwards=new.shape[1] - 1, row_forwards=steps, committed=steps)
-    scores = _by_step([out.scores for out in outputs]) if options.scores else None
-    logits = _by_step([out.logits for out in outputs]) if options.logits else None
+    scores = by_step([[step[0] for step in out.scores] for out in outputs]) if options.scores else None
+    logits = by_step([[step[0] for step in out.logits] for out in outputs]) if options.logits else None
     return torch.cat((input_ids, new), 1), stats, scores, logits
-
-
-def _by_step(rows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """[B, V] a step of what rows of unequal lengths have a step, [1, V]; zero where a row had ended."""
-    nothing = torch.zeros_like(rows[0][0])
-    longest = max(map(len, rows))
-    return tuple(torch.cat([row[step] if step < len(row) else nothing for row in rows]) for step in range(longest))

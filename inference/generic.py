@@ -1,18 +1,18 @@
 """The generic forward: any causal LM that takes a 4D mask, driven through its own modules.
 
-b rows, N nodes, S slots, C captured layers, H hidden.
+H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from headsmith.heads.cache import LayerShape, RaggedTreeCache, Span
+from headsmith.heads.cache import LayerShape
 from headsmith.heads.target import Target
 from headsmith.heads.target.nodes import TreeNodes
 from headsmith.heads.target.probe import Drive
 from torch import Tensor
 
 
-class GenericForward:
+class GenericForward(TreeNodes):
     """Runs new nodes through the target's own decoder. Same call as `LeanForward`.
 
     Args:
@@ -25,25 +25,13 @@ class GenericForward:
     def __init__(self, target: Target, drive: Drive) -> None:
         if drive.mask is None:
             raise ValueError(f"{target.name} is driven by {drive.path}, not by a tree: {drive.reason}")
-        self.target, self.drive = target, drive
-        self._nodes = TreeNodes(target, drive.mask, drive.attention, drive.alibi)
+        super().__init__(target, drive.mask, drive.attention, drive.alibi)
+        self.drive = drive
 
     @property
     def layer_shapes(self) -> list[LayerShape]:
-        return list(self._nodes.shapes.values())
+        return list(self.shapes.values())
 
     def logits(self, feature: Tensor) -> Tensor:
+        """[..., H] -> [..., V]."""
         return self.target.logits(feature)
-
-    def __call__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        seen: Tensor,
-        slot_positions: Tensor,
-        cache: RaggedTreeCache,
-        span: Span,
-        capture: tuple[int, ...],
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Feature after the final norm [b, N, H], and the inputs of the captured layers."""
-        return self._nodes(tokens, positions, seen, slot_positions, cache, span, capture)

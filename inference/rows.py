@@ -5,6 +5,7 @@ B rows, T prompt tokens, M tokens of one round, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +148,11 @@ class Rows:
         return self._stacked(1) if self.options.logits else None
 
     def _stacked(self, which: int) -> tuple[Tensor, ...]:
-        nothing = torch.zeros_like(self.kept[0][0][which])
-        longest = max(len(answer) for answer in self.answers)
-        return tuple(
-            torch.stack([row[step][which] if step < len(row) else nothing for row in self.kept])
-            for step in range(longest)
-        )
+        return by_step([[kept[which] for kept in row] for row in self.kept])
+
+
+def by_step(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """[B, V] a step of what B rows of unequal lengths have a step, [V]; zero where a row had ended."""
+    nothing = torch.zeros_like(rows[0][0])
+    longest = max(map(len, rows))
+    return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(longest))

@@ -61,5 +61,5 @@ def expected_rate(paths: Sequence[tuple[tuple[int, ...], float]], costs: CostMod
     """Tokens a second that a fixed tree of these paths should bring; without any, those of plain decoding."""
     if not paths:
         return 1 / costs.plain
-    drafting = costs.observe + (max(len(path) for path, _ in paths) - 1) * costs.expand
+    drafting = costs.drafting(max(len(path) for path, _ in paths) - 1)
     return (1 + sum(worth for _, worth in paths)) / (float(costs.verify_times(len(paths) + 1)[-1]) + drafting)

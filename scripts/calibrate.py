@@ -38,5 +38,5 @@ def command(
     for nodes, seconds in zip(costs.nodes, costs.verify):
         click.echo(f"T({nodes}) = {1e3 * seconds:.1f} ms, {seconds / costs.plain:.2f} steps of plain decoding")
     click.echo(f"drafting: {1e3 * costs.observe:.1f} ms for the first level, {1e3 * costs.expand:.1f} ms a further one")
-    least = (costs.verify_times(8)[-1] + costs.observe + 2 * costs.expand) / costs.plain
+    least = (costs.verify_times(8)[-1] + costs.drafting(2)) / costs.plain
     click.echo(f"8 nodes on 3 levels pay where τ is above {least:.2f}")

@@ -67,6 +67,17 @@ class Step:
     tokens: int
 
 
+def cut_by_length(lengths: np.ndarray, tokens: int) -> Iterator[np.ndarray]:
+    """Indices of [n] lengths in groups of like length, each of at most `tokens` padded tokens or of one sample."""
+    order = lengths.argsort(kind="stable")
+    cuts = [0]
+    for end, length in enumerate(lengths[order].tolist()):
+        if end > cuts[-1] and (end + 1 - cuts[-1]) * length > tokens:
+            cuts.append(end)
+    for start, end in pairwise([*cuts, len(order)]):
+        yield order[start:end]
+
+
 class Batches:
     """Length-bucketed batches, shuffled by (seed, epoch) and dealt out to the ranks.
 
@@ -130,13 +141,8 @@ class Batches:
 
     def _cut(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         """Sort the rows of a bucket by length and cut them where the padded batch would grow too large."""
-        rows = rows[self.lengths[rows].argsort(kind="stable")]
-        cuts = [0]
-        for end, length in enumerate(self.lengths[rows].tolist()):
-            if end > cuts[-1] and (end + 1 - cuts[-1]) * length > self.batch_tokens:
-                cuts.append(end)
-        for start, end in pairwise([*cuts, len(rows)]):
-            yield rows[start:end]
+        for part in cut_by_length(self.lengths[rows], self.batch_tokens):
+            yield rows[part]
 
     def _batch(self, rows: np.ndarray) -> Batch:
         chosen = tuple(rows.tolist())
@@ -238,14 +244,10 @@ class MemoryFeatures:
 def _groups(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     """For every sample the group it is run in: neighbours by length, of at most _GROUP_TOKENS padded tokens."""
     groups: list[tuple[int, ...]] = [()] * len(lengths)
-    group: list[int] = []
-    for index in [*sorted(range(len(lengths)), key=lambda i: lengths[i]), None]:
-        if group and (index is None or (len(group) + 1) * lengths[index] > _GROUP_TOKENS):
-            for member in group:
-                groups[member] = tuple(group)
-            group = []
-        if index is not None:
-            group.append(index)
+    for part in cut_by_length(np.array(lengths), _GROUP_TOKENS):
+        group = tuple(part.tolist())
+        for member in group:
+            groups[member] = group
     return groups
 
 

@@ -58,25 +58,13 @@ class TreeNodes:
         Args:
             tokens: [b, N].  positions: [b, N] logical.  seen: [b, N, S] bool.  slot_positions: [b, S] logical.
         """
-        if not self._by_row or len(tokens) == 1:
-            return self._run(tokens, positions, seen, slot_positions, cache, span, capture)
-        done = []
-        for row in range(len(tokens)):
-            part = slice(row, row + 1)
-            inputs = (tokens[part], positions[part], seen[part], slot_positions[part])
-            done.append(self._run(*inputs, cache, _row_of(span, row), capture))
-        return torch.cat([final for final, _ in done]), {k: torch.cat([f[k] for _, f in done]) for k in done[0][1]}
-
-    def _run(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        seen: Tensor,
-        slot_positions: Tensor,
-        cache: RaggedTreeCache,
-        span: Span,
-        capture: tuple[int, ...],
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+        if self._by_row and len(tokens) > 1:
+            done = []
+            for row in range(len(tokens)):
+                part = slice(row, row + 1)
+                inputs = (tokens[part], positions[part], seen[part], slot_positions[part])
+                done.append(self(*inputs, cache, _row_of(span, row), capture))
+            return torch.cat([final for final, _ in done]), {k: torch.cat([f[k] for _, f in done]) for k in done[0][1]}
         decoder = self.target.decoder
         mask = mask_container(self.target.config, self.mask, seen, positions, slot_positions, self.target.dtype)
         index = {layer: i for i, layer in enumerate(self.shapes)}
@@ -88,6 +76,22 @@ class TreeNodes:
         with bias, attention(self.target.config, self.attention), captured_if(self.target, capture) as found:
             output = decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, **arguments)
         return output.last_hidden_state, found
+
+
+def run_nodes(
+    forward: Any,
+    cache: RaggedTreeCache,
+    tokens: Tensor,
+    depth: Tensor,
+    ancestors: Tensor | None,
+    rows: slice = slice(None),
+    capture: tuple[int, ...] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Run [b, N] nodes of `rows` behind their committed tokens through `forward` (called as `TreeNodes` is)."""
+    span = cache.begin(rows, tokens.shape[1])
+    positions = cache.lengths[rows][:, None] + depth
+    seen, slots = cache.mask(span, ancestors), cache.positions(span, depth)
+    return forward(tokens, positions, seen, slots, cache, span, capture)
 
 
 @contextmanager

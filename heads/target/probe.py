@@ -19,7 +19,7 @@ from ..tree import ancestor_mask
 from .alibi import find_builder
 from .locate import UnsupportedTargetError
 from .masks import MaskKind, mask_kinds
-from .nodes import TreeNodes
+from .nodes import TreeNodes, run_nodes
 from .paths import PathCaches, root_paths
 from .target import Target
 
@@ -147,18 +147,9 @@ def _by_tree(target: Target, sample: _Sample, drive: Drive) -> _Seen:
     rows, longest = sample.prompts.shape
     cache = RaggedTreeCache(list(nodes.shapes.values()), rows, longest, target.dtype, target.device)
     chain = torch.arange(longest, device=target.device).expand(rows, longest)
-    _run_nodes(nodes, cache, sample.prompts, chain, None)
+    run_nodes(nodes, cache, sample.prompts, chain, None)
     cache.commit(chain, sample.lengths)
-    return _run_nodes(nodes, cache, sample.tokens, sample.depth, sample.ancestors), sample.expected
-
-
-def _run_nodes(
-    nodes: TreeNodes, cache: RaggedTreeCache, tokens: Tensor, depth: Tensor, ancestors: Tensor | None
-) -> Tensor:
-    span = cache.begin(slice(None), tokens.shape[1])
-    positions = cache.lengths[:, None] + depth
-    seen, slots = cache.mask(span, ancestors), cache.positions(span, depth)
-    return nodes(tokens, positions, seen, slots, cache, span, ())[0]
+    return run_nodes(nodes, cache, sample.tokens, sample.depth, sample.ancestors)[0], sample.expected
 
 
 def _by_paths(target: Target, sample: _Sample) -> _Seen:
