@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 64  # the buffers hold a multiple of this many slots once they have grown
+BLOCK = 64  # the buffers hold a multiple of this many slots
+AHEAD = 1024  # slots held in advance of what is used, at least a quarter of it and never above the capacity
 # A forward looks at a multiple of this many slots: bf16 kernels on CPU round differently at other lengths, and the
 # same node would then not come out bit for bit the same beside 1 and beside 8 others.
 LOOK = 32
@@ -51,6 +52,12 @@ class RaggedTreeCache:
 
     A forward calls `begin`, then `update` once a layer; `commit` keeps an accepted path and drops the rest. Layers of
     one shape share one buffer, so that committing costs two copies, not two a layer.
+
+    Args:
+        capacity: slots a row is expected to need. Memory is taken in blocks as rows grow, not beyond this before more
+            is really needed.
+        fixed: look at all slots in every forward and write by index, so that shapes and addresses stay and the device
+            is not asked for lengths; slots then double when they run out.
     """
 
     def __init__(
@@ -60,20 +67,20 @@ class RaggedTreeCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        fixed: bool = False,
     ) -> None:
         self.layers = layers
         self.batch = batch
+        self.capacity = _up(capacity, BLOCK)
+        self.fixed = fixed
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.drafted = 0
+        self._longest = 0  # no row has more committed tokens
         self._place: list[tuple[int, int]] = []
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        slots = _up(max(capacity, 1), LOOK)
         shapes = list(dict.fromkeys(layers))
         for shape in shapes:
-            count = layers.count(shape)
-            size = (count, batch, shape.heads, slots)
-            # Zeros, not garbage: a masked slot still takes part in 0 · value, and 0 · NaN is NaN.
+            size = (layers.count(shape), batch, shape.heads, 0)
             self._keys.append(torch.zeros(*size, shape.key_dim, dtype=dtype, device=device))
             self._values.append(torch.zeros(*size, shape.value_dim, dtype=dtype, device=device))
         taken = [0] * len(shapes)
@@ -94,11 +101,14 @@ class RaggedTreeCache:
     def begin(self, rows: slice, nodes: int, before: int = 0) -> Span:
         """Plan the writing of `nodes` new nodes a row after the committed tokens and `before` drafted ones."""
         lengths = self.lengths[rows]
+        slots = (lengths + before)[:, None] + torch.arange(nodes, device=lengths.device)
+        if self.fixed:
+            self._make_room(before + nodes)
+            return Span(rows, _numbers(lengths), slots, None, self.slots, before)
         values = lengths.tolist()
         first = values[0] + before if len(set(values)) == 1 else None
         used = _up(max(values) + before + nodes, LOOK)
         self._grow(used)
-        slots = (lengths + before)[:, None] + torch.arange(nodes, device=lengths.device)
         return Span(rows, _numbers(lengths), slots, first, used, before)
 
     def update(self, layer: int, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
@@ -139,7 +149,8 @@ class RaggedTreeCache:
         lengths = self.lengths[rows]
         steps = torch.arange(path.shape[1], device=path.device)
         moved = (path != steps) & (steps < counts[:, None])
-        if bool(moved.any()):
+        self._longest += path.shape[1]
+        if self.fixed or bool(moved.any()):
             source = lengths[:, None] + torch.where(steps < counts[:, None], path, steps)
             target = lengths[:, None] + steps
             index = _numbers(lengths)
@@ -152,6 +163,11 @@ class RaggedTreeCache:
         """Empty these rows for other sequences."""
         self.lengths[rows] = 0
 
+    def rewind(self, lengths: Tensor) -> Tensor:
+        """Forget all but the first `lengths` [B] committed tokens; return how many each row holds then."""
+        self.lengths = torch.minimum(self.lengths, lengths)
+        return self.lengths
+
     def move(self, source: int, target: int) -> None:
         """Copy the committed tokens of row `source` over row `target`."""
         length = int(self.lengths[source])
@@ -159,12 +175,24 @@ class RaggedTreeCache:
             buffer[:, target, :, :length] = buffer[:, source, :, :length]
         self.lengths[target] = length
 
-    def _grow(self, used: int) -> None:
-        if used <= self.slots:
+    def _make_room(self, nodes: int) -> None:
+        """Have slots for that many nodes behind the longest row; the device is asked only where it may be too few."""
+        if self._longest + nodes <= self.slots:
             return
-        slots = _up(used * 5 // 4, BLOCK)
+        self._longest = int(self.lengths.max())
+        if (used := self._longest + nodes) > self.slots:
+            self._hold(1 << (max(used, BLOCK) - 1).bit_length())
+
+    def _grow(self, used: int) -> None:
+        if used > self.slots:
+            ahead = used + max(AHEAD, used // 4)
+            self._hold(_up(min(ahead, self.capacity) if used <= self.capacity else used * 5 // 4, BLOCK))
+
+    def _hold(self, slots: int) -> None:
+        """Larger buffers with the same contents."""
 
         def larger(buffer: Tensor) -> Tensor:
+            # Zeros, not garbage: a masked slot still takes part in 0 · value, and 0 · NaN is NaN.
             grown = buffer.new_zeros(*buffer.shape[:3], slots, buffer.shape[4])
             grown[:, :, :, : buffer.shape[3]] = buffer
             return grown

@@ -110,7 +110,9 @@ class DraftState:
 class Drafter(Protocol):
     """An object that proposes continuations; a trained one is an `nn.Module` with `forward`.
 
-    `needs`, `max_depth` (levels it can draft) and `draft_ids` ([V_d] token ids, None where V_d = V) are constants.
+    `needs`, `max_depth` (levels it can draft) and `draft_ids` ([V_d] token ids, None where V_d = V) are constants. One
+    that also has `max_positions` is not asked where a draft could stand at that position or behind it: such a row goes
+    on plainly.
     """
 
     needs: Needs
@@ -145,6 +147,14 @@ class Drafter(Protocol):
             tokens: [B, W] token of each node.
             valid: [B, W] which of them are real.
         """
+
+
+@runtime_checkable
+class RewindableDrafter(Drafter, Protocol):
+    """A drafter whose state can be cut back; others begin anew when a text is gone on with."""
+
+    def rewind(self, state: DraftState, lengths: Tensor) -> None:
+        """Forget all but the first `lengths` [B] observed positions of every row, each at least 1."""
 
 
 DRAFTERS: dict[str, type] = {}

@@ -34,6 +34,7 @@ class Eagle3Config:
         max_depth: levels it may draft, and the most steps it is unrolled.
         draft_vocab_size: V_d, the lowest token ids; None for all.
         loss_decay: step j weighs loss_decay^j.
+        max_positions: positions it drafts for; texts beyond go on plainly. None: as many as the target has.
     """
 
     hidden_size: int
@@ -49,6 +50,7 @@ class Eagle3Config:
     max_depth: int = 8
     draft_vocab_size: int | None = None
     loss_decay: float = 0.8
+    max_positions: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))  # JSON and YAML hand over a list
@@ -169,6 +171,7 @@ class Eagle3(SavedDrafter):
         super().__init__(config, draft_ids)
         self.needs = Needs(layers=config.layers)
         self.max_depth = config.max_depth
+        self.max_positions = config.max_positions
         # Layers differ in scale by orders of magnitude; an export folds this into fc.
         self.register_buffer("feature_scale", torch.ones(3 * config.hidden_size))
         self.fc = Linear(3 * config.hidden_size, config.hidden_size, bias=False)
@@ -255,6 +258,9 @@ class Eagle3(SavedDrafter):
         state.states = torch.cat((state.states, out), 1)
         state.depth = torch.cat((state.depth, depth), 1)
         return self._propose(out)
+
+    def rewind(self, state: EagleState, lengths: Tensor) -> None:
+        state.cache.rewind(lengths)
 
     def _layer(
         self, state: EagleState, below: Tensor, tokens: Tensor, positions: Tensor, ancestors: Tensor | None

@@ -137,6 +137,9 @@ class Medusa(SavedDrafter):
         state.level = torch.zeros(state.batch, 1, dtype=torch.long, device=feature.device)
         return Proposal(state.scores[:, :1])
 
+    def rewind(self, state: MedusaState, lengths: Tensor) -> None:
+        """Nothing is kept of a text but its last feature, which is observed anew."""
+
     def expand(self, state: MedusaState, parents: Tensor, tokens: Tensor, valid: Tensor) -> Proposal:
         assert state.scores is not None and state.level is not None
         level = state.level.gather(1, parents) + 1

@@ -68,6 +68,10 @@ class PromptLookup:
             known += paths[-1]
         return self._level(state, paths, tokens.device)
 
+    def rewind(self, state: LookupState, lengths: Tensor) -> None:
+        # Behind the text's first token stands the one after each observed position.
+        state.tokens = [tokens[: 1 + length] for tokens, length in zip(state.tokens, lengths.tolist())]
+
     def _level(self, state: LookupState, paths: list[list[tuple[int, ...]]], device: torch.device) -> Proposal:
         shape = (len(paths), len(paths[0]), self.branches)
         ids = torch.zeros(shape, dtype=torch.long)

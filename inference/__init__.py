@@ -1,6 +1,7 @@
 """Tree decoding: the engine, tree builders, verification, the decoder."""
 
 from .decoder import DecodeOutput, SpeculativeDecoder
+from .past import Past
 from .tree_search import best_fixed_tree
 from .trees import TREES, CalibratedTree, DynamicTree, FixedTree, chain, make_tree
 
@@ -10,6 +11,7 @@ __all__ = [
     "DecodeOutput",
     "DynamicTree",
     "FixedTree",
+    "Past",
     "SpeculativeDecoder",
     "best_fixed_tree",
     "chain",

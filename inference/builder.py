@@ -38,12 +38,12 @@ class TreeBuilder(Protocol):
 
 @runtime_checkable
 class AdaptiveBuilder(TreeBuilder, Protocol):
-    """A builder that follows how decoding goes. Once it no longer `pays`, the decoder drafts nothing."""
+    """A builder that follows how decoding goes. While it does not `pay`, the decoder asks for no draft at all."""
 
     pays: bool
 
     def prepare(self, session: Session, drafter: Drafter) -> None:
-        """Before a call, with its empty session."""
+        """Before a call, with its session."""
 
-    def learn(self, counts: Tensor, active: Tensor) -> None:
-        """After a round: path lengths [B] (node 0 included), and which rows took part."""
+    def learn(self, counts: Tensor, active: Tensor, seconds: dict[str, float]) -> None:
+        """After a round: path lengths [B] (node 0 included), which rows took part, and its time by part (`PARTS`)."""

@@ -6,6 +6,7 @@ B rows, P candidates, n tree nodes, D levels, k children.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +23,11 @@ log = logging.getLogger("headsmith")
 
 PRIOR = 8.0  # accepted tokens' worth of trust in the drafter's own probabilities at each level
 MEMORY = 0.995  # weight of the past, a round
-PATIENCE = 16  # rounds of a call before speculation may be given up; after it once was, a quarter
+# What a call may lose to drafting before it is given up, in tokens a row that plain decoding had made meanwhile; what
+# it gained counts against that, up to the second figure.
+STAKE, SAVINGS = 3.0, 16.0
+DOUBT = 1.3  # a smaller gain is checked against plain rounds, one in PROBE until SAMPLES are known
+PROBE, SAMPLES, RECENT = 8, 5, 32
 
 Candidates = tuple[np.ndarray, np.ndarray]  # [B, P] scores, and the probability that each is accepted
 
@@ -35,11 +40,13 @@ class Plan:
         size: n, node 0 included.
         rate: tokens a second, over all rows.
         seconds: of the round.
+        drafting: c, the part of them that drafts.
     """
 
     size: int
     rate: float
     seconds: float
+    drafting: float
 
 
 @dataclass
@@ -47,14 +54,16 @@ class CalibratedTree:
     """A dynamic tree (arXiv:2406.16858) whose size and depth maximise the expected tokens a second of every round.
 
     A node is worth the probability that it is accepted: the drafter's own, corrected at each level by how often the
-    target agreed so far. What it costs was measured (`CostModel`). Children are fixed, so sampling stays lossless.
+    target agreed so far. What it costs was measured (`CostModel`), and rounds are timed while decoding: another
+    context, or a machine that is busy with other work, shows there. Children are fixed, so sampling stays lossless.
 
     Args:
         nodes: most nodes verified, node 0 included.
         depth: most levels drafted.
         top_k: width of the beam, and children looked at a node.
         fallback: decode plainly for the rest of a call once speculation has turned out slower than that.
-        costs: what rounds cost; None measures it, or takes what an earlier run measured on this machine.
+        costs: what rounds cost, taken at its word; None measures it, or takes what an earlier run measured on this
+            machine, and corrects it by the rounds that follow.
     """
 
     nodes: int = 32
@@ -65,7 +74,6 @@ class CalibratedTree:
     name: str = "calibrated"
     pays: bool = field(default=True, init=False)
     _costs: CostModel | None = field(default=None, init=False, repr=False)
-    _patience: int = field(default=PATIENCE, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.nodes < 2 or self.depth < 1 or self.top_k < 1:
@@ -77,9 +85,14 @@ class CalibratedTree:
         self._accepted = np.zeros(self.depth)  # and those that came
         self._children = 0.5 ** np.arange(1, self.top_k + 1)  # what a node's best children usually get
         self._verified: np.ndarray = np.zeros(self.depth)  # foreseen for the tree that is being verified
-        self._plan: Plan | None = None
-        self._sums = np.zeros(3)  # rounds, seconds verifying, seconds drafting
-        self._balance = np.zeros(2)  # tokens of this call, and those that plain decoding had made in the time
+        self._plan: Plan | None = None  # of the round that is being verified, None where it is a plain one
+        self._sums = np.zeros(4)  # rounds, their seconds verifying and drafting, and T(1) at the time
+        self._slower: deque[float] = deque(maxlen=RECENT)  # of the last drafted rounds: seconds over those planned,
+        self._slower_plain: deque[float] = deque(maxlen=SAMPLES)  # and of plain ones
+        self._gains = np.full(2, 4.0)  # tokens a row of recent rounds, and those plain decoding had made
+        self._credit = STAKE
+        self._said = False
+        self._round = 0
 
     # What the decoder calls
 
@@ -88,10 +101,8 @@ class CalibratedTree:
         batch = len(session.lengths)
         self._costs = self.costs or cost_model(session.target, drafter, batch, session.runner)
         self._times = self._costs.verify_times(self.nodes)
-        self._patience = PATIENCE if self.pays else PATIENCE // 4
+        self._credit = STAKE if self.pays else STAKE / 2
         self.pays = True
-        self._balance[:] = 0
-        self._rounds = 0
 
     def build(
         self,
@@ -103,44 +114,88 @@ class CalibratedTree:
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         assert self._costs is not None, "prepare comes first"
+        self._round += 1
+        if self._in_doubt():
+            self._plan = None
+            return DraftTree.root(root, active.long())
         beam = Beam(drafter, state, proposal, active, self.top_k)
         rows = int(active.sum())
         known = self._worth(beam)
         plan = self._best_plan(known, rows, 0)
-        passes = 0
-        for level in range(1, min(self.depth, drafter.max_depth)):
-            if self._best_plan(self._foreseen(known, beam, level), rows, passes + 1).rate <= plan.rate:
+        for passes in range(1, min(self.depth, drafter.max_depth)):
+            if self._best_plan(self._foreseen(known, beam, passes), rows, passes).rate <= plan.rate:
                 break
             self._grow(beam)
-            passes += 1
             known = self._worth(beam)
             plan = self._best_plan(known, rows, passes)
-        self._note(known[0], beam, plan, passes)
+        self._note(known[0], beam, plan)
         if plan.size == 1:
             return DraftTree.root(root, active.long())
         return beam.pool.tree(root, active, plan.size)
 
-    def learn(self, counts: Tensor, active: Tensor) -> None:
-        """After a round: path lengths [B] (node 0 included) of the rows that were active in it."""
+    def learn(self, counts: Tensor, active: Tensor, seconds: dict[str, float]) -> None:
+        """After a round: path lengths [B] (node 0 included), which rows took part, and its time by part."""
         assert self._costs is not None
-        if not self.pays:
-            self._sums += [1, self._costs.plain, 0]
+        if not self.pays or self._plan is None:
+            plain = sum(seconds.values()) - seconds["draft"]
+            self._slower_plain.append(plain / self._costs.plain)
+            self._sums += [1, self._plain(), 0, self._plain()]
             return
-        assert self._plan is not None
         found = counts[active].cpu().numpy()
         levels = np.arange(1, self.depth + 1)
         self._expected = MEMORY * self._expected + self._verified
         self._accepted = MEMORY * self._accepted + (found[:, None] > levels).sum(0)
-        self._balance += [found.sum(), len(found) * self._plan.seconds / self._costs.plain]
-        self._rounds += 1
-        if self.fallback and self._rounds >= self._patience and self._balance[0] < self._balance[1]:
-            self._give_up()
+        self._slower.append(sum(seconds.values()) / self._plan.seconds)
+        self._account(float(found.mean()))
+        self._plan = None
 
     def round_costs(self) -> RoundCosts:
         """Mean seconds of the rounds so far."""
+        verify, draft, plain = self._sums[1:] / max(self._sums[0], 1)
+        return RoundCosts(float(plain), float(verify), float(draft))
+
+    # What speculation brings
+
+    def _plain(self) -> float:
+        """Seconds of a plain step, as things are now."""
         assert self._costs is not None
-        rounds, verify, draft = self._sums
-        return RoundCosts(self._costs.plain, verify / max(rounds, 1), draft / max(rounds, 1))
+        return self._costs.plain * self._factor(self._slower_plain)
+
+    def _factor(self, slower: deque[float]) -> float:
+        """By how much rounds take longer than was measured beforehand; the median, as single rounds are disturbed."""
+        if self.costs is not None or len(slower) < 3:
+            return 1.0
+        return float(np.median(slower))
+
+    def _account(self, tokens: float) -> None:
+        """Book a drafted round of so many tokens a row, and stop drafting once too much was lost."""
+        assert self._costs is not None and self._plan is not None
+        factor, plain = self._factor(self._slower), self._plain()
+        drafting = self._plan.drafting * factor
+        self._sums += [1, self._plan.seconds * factor - drafting, drafting, plain]
+        instead = self._plan.seconds * factor / plain
+        self._gains = 0.95 * self._gains + [tokens, instead]
+        self._credit = min(self._credit + tokens - instead, SAVINGS)
+        if self.fallback and self._credit < 0:
+            self._give_up()
+
+    def _in_doubt(self) -> bool:
+        """Whether this round is a plain one, to see what those take now."""
+        if self.costs is not None or not self.fallback or self._gains[0] > DOUBT * self._gains[1]:
+            return False
+        often = PROBE if len(self._slower_plain) < SAMPLES else 8 * PROBE
+        return self._round % often == 0
+
+    def _give_up(self) -> None:
+        if not self._said:
+            tokens, instead = self._gains
+            log.warning(
+                "speculation does not pay here: %.2f times the speed of plain decoding in the last rounds; the rest is "
+                "decoded plainly (fallback=false goes on drafting)",
+                tokens / instead,
+            )
+        self._said = True
+        self.pays = False
 
     # What a tree is worth
 
@@ -169,10 +224,11 @@ class CalibratedTree:
         order = np.argsort(-scores, axis=1, kind="stable")[:, : self.nodes - 1]
         gained = np.take_along_axis(worth, order, 1).sum(0).cumsum()
         tokens = rows + np.concatenate(([0.0], gained))
-        seconds = self._times[: len(tokens)] + self._costs.drafting(passes)
+        drafting = self._costs.drafting(passes)
+        seconds = self._times[: len(tokens)] + drafting
         rates = tokens / seconds
         best = int(rates.argmax())
-        return Plan(best + 1, float(rates[best]), float(seconds[best]))
+        return Plan(best + 1, float(rates[best]), float(seconds[best]), drafting)
 
     def _grow(self, beam: Beam) -> None:
         """One level deeper, and a look at what the best children of a node get."""
@@ -182,23 +238,10 @@ class CalibratedTree:
             mean = (parents[..., None] * children).sum((0, 1)) / total
             self._children = 0.95 * self._children + 0.05 * mean.clamp(min=1e-6).cpu().numpy()
 
-    def _note(self, scores: np.ndarray, beam: Beam, plan: Plan, passes: int) -> None:
+    def _note(self, scores: np.ndarray, beam: Beam, plan: Plan) -> None:
         """Keep what is needed to learn from the round."""
-        assert self._costs is not None
         order = np.argsort(-scores, axis=1, kind="stable")[:, : plan.size - 1]
         depth = beam.pool.depth[0].cpu().numpy()[order]
         chosen = np.exp(np.take_along_axis(scores, order, 1))
         self._verified = np.bincount(depth.ravel() - 1, weights=chosen.ravel(), minlength=self.depth)
         self._plan = plan
-        drafting = self._costs.drafting(passes)
-        self._sums += [1, plan.seconds - drafting, drafting]
-
-    def _give_up(self) -> None:
-        if self._patience == PATIENCE:
-            made, plain = self._balance
-            log.warning(
-                "speculation does not pay here: %.2f times the speed of plain decoding after %d rounds; "
-                "the rest is decoded plainly (fallback=false goes on drafting)",
-                made / plain, self._rounds,
-            )  # fmt: skip
-        self.pays = False

@@ -1,6 +1,6 @@
-"""SpeculativeDecoder: prefill, then draft -> verify -> commit until every row has ended.
+"""SpeculativeDecoder: what users call; `rounds` does the work.
 
-B rows, T prompt tokens, N tree nodes, M newly verified positions, V vocabulary.
+B rows, T prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,31 +9,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
-from headsmith.heads.drafter import Drafter, DraftState, TargetFeatures, last_valid
+from headsmith.heads.drafter import Drafter
 from headsmith.heads.target import Target
-from headsmith.heads.tree import DraftTree
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .acceptance import Acceptance
 from .builder import AdaptiveBuilder, TreeBuilder
 from .certify import Certificate
 from .certify import certify as certify_answers
-from .engine import NodeOutput, Session, choose_forward
+from .engine import Session, choose_forward
 from .fallback import fallback, only_generates, own_generate
 from .hosted import hosted_arguments
-from .options import DecodingOptions, decoding_options
-from .rows import Rows, Steps, right_padded
+from .options import decoding_options
+from .past import Past
+from .rounds import Rounds
+from .rows import Rows, right_padded
 from .stats import DecodeStats
 from .trees import make_tree
-from .verify import (
-    NonFiniteLogitsError,
-    Verified,
-    inverse_cdf,
-    uniforms_needed,
-    verify_greedy,
-    verify_lossless,
-    verify_typical,
-)
 
 
 @dataclass
@@ -98,15 +91,16 @@ class SpeculativeDecoder:
         if self.fallback:
             self.drafter, self._adaptive = None, None
         thresholds = {name: value for name, value in (("epsilon", epsilon), ("delta", delta)) if value is not None}
-        _check_acceptance(acceptance, thresholds, self.builder)
-        self.acceptance, self.thresholds = acceptance, thresholds
+        self.acceptance = Acceptance(acceptance, thresholds)
+        self.acceptance.check(self.builder)
 
     @property
     def tree_name(self) -> str:
         if self.drafter is None:
             return "plain"
         name = str(getattr(self.builder, "name", type(self.builder).__name__))
-        return name if self.acceptance == "lossless" else f"{name}, {self.acceptance} acceptance (not lossless)"
+        rule = self.acceptance.rule
+        return name if rule == "lossless" else f"{name}, {rule} acceptance (not lossless)"
 
     @torch.inference_mode()
     def generate(
@@ -116,6 +110,7 @@ class SpeculativeDecoder:
         streamer: Any = None,
         generator: torch.Generator | None = None,
         certify: bool = False,
+        past: Past | None = None,
         **arguments: Any,
     ) -> DecodeOutput:
         """Decode prompts [B, T], padded on either side, with generate()'s own arguments.
@@ -128,6 +123,8 @@ class SpeculativeDecoder:
             streamer: a transformers streamer (one row only).
             generator: source of every random number; the global one if None.
             certify: decode plainly, too, and have every first difference shown to be a tie (greedy only).
+            past: the same object in successive calls keeps the caches: of a prompt that goes on where the last text
+                ended only the new tokens are run.
             arguments: see `decoding_options`.
         Raises: ValueError for an argument that is not honoured; NonFiniteLogitsError naming the row;
             CertificationError for a difference that is no tie.
@@ -138,37 +135,27 @@ class SpeculativeDecoder:
             return self._certified(input_ids, attention_mask, streamer, arguments)
         prompts, lengths = right_padded(input_ids, attention_mask)
         options = decoding_options(self.target, prompts, lengths, **arguments)
-        if self.acceptance == "typical" and not options.sample:
+        if self.acceptance.rule == "typical" and not options.sample:
             raise ValueError("typical acceptance is for sampling; set do_sample=True, or make the decoder lossless")
         rows = Rows(input_ids, prompts, lengths, options, streamer)
         stats = DecodeStats(self.tree_name, rows.batch, getattr(self.builder, "depth", 0) if self.drafter else 0)
         self._check_positions(max(length + limit for length, limit in zip(lengths.tolist(), options.limits)))
 
-        nodes = self.builder.nodes if self.drafter else 1
-        needs = self.drafter.needs if self.drafter else None
-        session = Session(self.target, rows.batch, prompts.shape[1] + rows.limit + nodes, self.forward, needs)
+        past = past if past is not None else Past()
+        session = past.resume(self._session(rows, prompts.shape[1]), self.drafter, prompts, lengths)
         if self._adaptive and self.drafter:
             self._adaptive.prepare(session, self.drafter)
-        output = session.prefill(prompts, lengths)
-        root = DraftTree.root(last_valid(prompts, lengths))
-        last = last_valid(output.final, lengths)[:, None]
-        first, steps = self._verify(session, root, last, options, rows, generator)
-        state = self.drafter.start(session, prompts, lengths) if self.drafter else None
-        seen, counts = self._follow(output, prompts, lengths, first.bonus), lengths
-        bonus = first.bonus
-        rows.push(bonus[:, None], torch.ones_like(lengths), steps)
-        while not rows.finished:
-            tree = self._draft(state, seen, counts, bonus, rows.active, generator)
-            output = session.forward(tree.tokens, tree.depth, tree.ancestors())
-            verified, steps = self._verify(session, tree, output.final, options, rows, generator)
-            session.commit(verified.path, verified.counts)
-            bonus, counts = verified.bonus, verified.counts
-            seen = self._accepted(output, tree, verified)
-            stats.record(verified.counts, rows.push(seen.next_tokens, counts, steps), rows.active_before)
-            if self._adaptive:
-                self._adaptive.learn(verified.counts, rows.active_before)
-        rows.end()
+        rounds = Rounds(
+            session, self.drafter, self.builder, self._adaptive, self.acceptance, rows, options, stats, generator
+        )
+        rounds.run(prompts, lengths, past)
         return DecodeOutput(rows.sequences(), stats, rows.scores(), rows.logits(), rows.answers)
+
+    def _session(self, rows: Rows, prompt: int) -> Session:
+        # A row may end inside a round, which is committed whole, and has its nodes behind that until the others end.
+        behind = self.builder.nodes + self.builder.depth if self.drafter else 1
+        needs = self.drafter.needs if self.drafter else None
+        return Session(self.target, rows.batch, prompt + rows.limit + behind, self.forward, needs)
 
     def _certified(
         self, input_ids: Tensor, attention_mask: Tensor | None, streamer: Any, arguments: dict[str, Any]
@@ -220,68 +207,6 @@ class SpeculativeDecoder:
             return out.sequences
         return GenerateDecoderOnlyOutput(sequences=out.sequences, scores=out.scores, logits=out.logits)  # type: ignore[arg-type]
 
-    def _draft(
-        self,
-        state: DraftState | None,
-        seen: _Seen,
-        counts: Tensor,
-        bonus: Tensor,
-        active: Tensor,
-        generator: torch.Generator | None,
-    ) -> DraftTree:
-        if self.drafter is None or state is None or (self._adaptive and not self._adaptive.pays):
-            return DraftTree.root(bonus, active.long())
-        counts = torch.where(active, counts, 0)
-        features = None if self.drafter.needs.positions == "none" else seen.features
-        proposal = self.drafter.observe(state, features, seen.next_tokens, counts)
-        return self.builder.build(self.drafter, state, proposal, bonus, active, generator)
-
-    def _verify(
-        self,
-        session: Session,
-        tree: DraftTree,
-        final: Tensor,
-        options: DecodingOptions,
-        rows: Rows,
-        generator: torch.Generator | None,
-    ) -> tuple[Verified, Steps | None]:
-        logits = session.logits(final)
-        scores = options.processors(logits, tree, rows.texts)
-        if options.sample:
-            verified = self._verify_sampled(tree, scores, generator)
-        else:
-            best = scores.max(-1)
-            if not bool(torch.isfinite(best.values).all()):
-                raise NonFiniteLogitsError(_non_finite(best.values, tree.valid()))
-            verified = verify_greedy(tree, best.indices)
-        return verified, rows.steps(logits, scores, verified)
-
-    def _verify_sampled(self, tree: DraftTree, scores: Tensor, generator: torch.Generator | None) -> Verified:
-        probabilities = (scores if scores.dtype == torch.float64 else scores.float()).softmax(-1)
-        shape = (tree.tokens.shape[0], uniforms_needed(tree))
-        uniforms = torch.rand(shape, dtype=torch.float64, device=scores.device, generator=generator)
-        if self.acceptance == "lossless":
-            return verify_lossless(tree, probabilities, uniforms)
-        choices = inverse_cdf(probabilities.flatten(0, 1), uniforms.flatten()).view(tree.tokens.shape)
-        return verify_typical(tree, probabilities, choices, **self.thresholds)
-
-    def _follow(self, output: NodeOutput, prompts: Tensor, lengths: Tensor, first: Tensor) -> _Seen:
-        """The whole prompt with the token after each of its positions."""
-        following = torch.cat((prompts[:, 1:], prompts[:, :1]), 1)
-        following = following.scatter(1, (lengths - 1)[:, None], first[:, None])
-        return _Seen(TargetFeatures(prompts, output.hidden, output.final), following)
-
-    def _accepted(self, output: NodeOutput, tree: DraftTree, verified: Verified) -> _Seen:
-        """The accepted path [B, M] with the token after each of its nodes."""
-        longest = max(int(verified.counts.max()), 1)
-        path = verified.path[:, :longest]
-        rows = torch.arange(path.shape[0], device=path.device)[:, None]
-        tokens = tree.tokens.gather(1, path)
-        last = (verified.counts - 1).clamp(min=0)
-        following = torch.cat((tokens[:, 1:], tokens[:, :1]), 1).scatter(1, last[:, None], verified.bonus[:, None])
-        hidden = None if output.hidden is None else output.hidden[rows, path]
-        return _Seen(TargetFeatures(tokens, hidden, output.final[rows, path]), following)
-
     def _check_positions(self, needed: int) -> None:
         limit = self.target.max_positions
         if limit is not None and needed > limit:
@@ -289,35 +214,3 @@ class SpeculativeDecoder:
                 f"prompt and new tokens need {needed} positions, {self.target.name} has {limit}; "
                 "shorten the prompt or lower max_new_tokens"
             )
-
-
-@dataclass
-class _Seen:
-    """Newly verified positions: the target's features [B, M] and the token that follows each."""
-
-    features: TargetFeatures
-    next_tokens: Tensor
-
-
-def _check_acceptance(acceptance: str, thresholds: dict[str, float], builder: TreeBuilder) -> None:
-    if acceptance not in ("lossless", "typical"):
-        raise ValueError(f"acceptance is 'lossless' or 'typical', not {acceptance!r}")
-    if acceptance == "lossless" and thresholds:
-        raise ValueError(f"{', '.join(thresholds)} belong to acceptance='typical'; lossless has no threshold")
-    wrong = {name: value for name, value in thresholds.items() if not value > 0}
-    if wrong:
-        raise ValueError(f"the thresholds of typical acceptance are above 0, not {wrong}")
-    if acceptance == "typical" and getattr(builder, "sampled", False):
-        raise ValueError(
-            "typical acceptance takes the drafter's best tokens, and this tree samples its children; use a tree of "
-            "fixed children, or acceptance='lossless'"
-        )
-
-
-def _non_finite(values: Tensor, valid: Tensor) -> str:
-    row, node = (~torch.isfinite(values)).nonzero()[0].tolist()
-    real = "" if bool(valid[row, node]) else " (a padding node)"
-    return (
-        f"the target's logits are not finite in row {row}, node {node}{real}; try another dtype, or look for a "
-        "processor that forbids every token"
-    )

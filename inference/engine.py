@@ -23,6 +23,7 @@ from .lean import LeanForward, try_lean
 from .paths import PathForward
 
 Forward = GenericForward | LeanForward | PathForward
+CHUNK = 512  # tokens of a prompt that are run at once
 
 
 @dataclass
@@ -138,10 +139,36 @@ class Session:
     def prefill(self, input_ids: Tensor, lengths: Tensor, rows: slice = slice(None)) -> NodeOutput:
         """Run right-padded prompts [b, T] into empty rows and commit their first `lengths` [b] tokens."""
         self.cache.reset(rows)
+        return self.extend(input_ids, lengths, rows)
+
+    def extend(self, input_ids: Tensor, lengths: Tensor, rows: slice = slice(None)) -> NodeOutput:
+        """Run right-padded texts [b, T] behind what `rows` hold and commit their first `lengths` [b] tokens.
+
+        At most CHUNK tokens at once: a mask grows as the square of that.
+        """
         if isinstance(self.cache, PathCaches):
             self.forwards += 1
-            return self._output(*self.cache.prefill(input_ids, lengths, rows, self.capture))
-        output = self.forward(input_ids, rows=rows)
-        path = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        self.commit(path, lengths, rows)
-        return output
+            return self._output(*self.cache.extend(input_ids, lengths, rows, self.capture))
+        parts = []
+        for start in range(0, input_ids.shape[1], CHUNK):
+            tokens = input_ids[:, start : start + CHUNK]
+            parts.append(self.forward(tokens, rows=rows))
+            path = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            self.commit(path, (lengths - start).clamp(0, tokens.shape[1]), rows)
+        return _joined(parts)
+
+    def rewind(self, lengths: Tensor) -> Tensor:
+        """Forget all but the first `lengths` [B] committed tokens of every row; return how many each holds then.
+
+        It may be fewer: a recurrent state cannot be cut, so such a row is emptied unless it is kept whole.
+        """
+        if isinstance(self.runner, PathForward) and self.runner.drive.path == "plain":
+            lengths = torch.zeros_like(lengths)  # goes on token by token only, which no prompt is run by
+        return self.cache.rewind(lengths)
+
+
+def _joined(parts: list[NodeOutput]) -> NodeOutput:
+    if len(parts) == 1:
+        return parts[0]
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    return NodeOutput(torch.cat([part.final for part in parts], 1), torch.cat(hidden, 1) if hidden else None)

@@ -12,7 +12,7 @@ import torch
 from headsmith.heads import build_drafter
 from headsmith.heads.drafter import DraftState
 from headsmith.inference import CalibratedTree, SpeculativeDecoder, costs
-from headsmith.inference.calibrated_tree import PATIENCE
+from headsmith.inference.calibrated_tree import PROBE, SAMPLES, STAKE
 from headsmith.inference.costs import CostModel, calibrate, cost_model
 from headsmith.inference.engine import choose_forward
 
@@ -26,8 +26,8 @@ def model(node: float, observe: float = 0.0, expand: float = 0.0) -> CostModel:
 
 
 def build(builder: CalibratedTree, drafter: PathDrafter, active: torch.Tensor | None = None):
-    builder._costs = builder.costs
-    builder._times = builder.costs.verify_times(builder.nodes)
+    builder._costs = builder.costs or builder._costs
+    builder._times = builder._costs.verify_times(builder.nodes)
     active = torch.ones(drafter.batch, dtype=torch.bool) if active is None else active
     state = DraftState(None, drafter.batch)
     return builder.build(drafter, state, drafter.first(), torch.arange(drafter.batch), active)
@@ -83,29 +83,84 @@ def test_rows_that_take_no_part_have_no_nodes_and_count_for_nothing():
     assert builder._verified.sum() == pytest.approx(foreseen, rel=1e-4)
 
 
-def rounds(builder: CalibratedTree, drafter: PathDrafter, accepted: int, count: int) -> None:
-    for _ in range(count):
+def rounds(
+    builder: CalibratedTree, accepted: int, count: int, slower: float = 1.0, plain: float = 1.0
+) -> tuple[int, int]:
+    """Rounds that accept so many each and take `slower` times what was planned; a plain step takes `plain`.
+
+    Returns how many were drafted and how many were plain ones, until the builder gave up.
+    """
+    drafter, done = PathDrafter(1, 4.0), [0, 0]
+    while sum(done) < count and builder.pays:
         build(builder, drafter)
-        builder.learn(torch.full((drafter.batch,), accepted + 1), torch.ones(drafter.batch, dtype=torch.bool))
+        plan = builder._plan
+        seconds = {"draft": 0.0, "verify": plan.seconds * slower if plan else plain}
+        builder.learn(torch.tensor([accepted + 1 if plan else 1]), torch.tensor([True]), seconds)
+        done[plan is None] += 1
+    return done[0], done[1]
 
 
-def ready(builder: CalibratedTree) -> CalibratedTree:
-    """As after `prepare`."""
-    builder._rounds = 0
+def measured(costs: CostModel) -> CalibratedTree:
+    """A builder that has measured these costs, and corrects them by its rounds."""
+    builder = CalibratedTree()
+    builder._costs = costs
     return builder
 
 
 def test_trust_in_the_drafter_follows_what_the_target_accepts():
-    builder = ready(CalibratedTree(costs=model(0.01), fallback=False))
-    drafter = PathDrafter(1, 4.0)
-    before = build(builder, drafter).size
-    rounds(builder, drafter, 0, 200)
+    builder = CalibratedTree(costs=model(0.01), fallback=False)
+    before = build(builder, PathDrafter(1, 4.0)).size
+    rounds(builder, 0, 200)
     assert builder._trust()[0] < 0.2
-    assert build(builder, drafter).size < before
-    good = ready(CalibratedTree(costs=model(0.01)))
-    rounds(good, drafter, 1, 200)
+    assert build(builder, PathDrafter(1, 4.0)).size < before
+    good = CalibratedTree(costs=model(0.01))
+    build(good, PathDrafter(1, 4.0))
     foreseen = good._verified[0]
+    rounds(good, 1, 200)
     assert good._trust()[0] == pytest.approx(1 / foreseen, rel=0.1)
+
+
+def test_a_call_loses_no_more_than_the_stake():
+    """A round that accepts nothing takes 1.5 plain steps and so loses half of one."""
+    builder = CalibratedTree(costs=model(0.0, observe=0.5))
+    assert rounds(builder, 0, 100) == (STAKE / 0.5 + 1, 0)
+    assert not builder.pays
+
+
+def test_what_a_call_gained_is_not_lost_to_a_bad_passage():
+    builder = CalibratedTree(costs=model(0.01, observe=0.5))
+    rounds(builder, 3, 40)
+    drafted, _ = rounds(builder, 0, 20)
+    assert builder.pays and drafted == 20
+
+
+def test_rounds_slower_than_measured_are_noticed():
+    builder = measured(model(0.01, observe=0.1))
+    assert rounds(builder, 1, 60) == (60, 0)
+    drafted, _ = rounds(builder, 1, 200, slower=3.0)
+    assert not builder.pays and drafted < 80
+
+
+def test_plain_steps_faster_than_measured_are_noticed():
+    """A drafted round of 2 tokens takes 1.6 plain steps as they were measured, and 2.7 as they are."""
+    builder = measured(model(0.0, observe=0.6))
+    drafted, plain = rounds(builder, 1, 300, plain=0.6)
+    assert not builder.pays and plain <= SAMPLES
+    assert drafted < PROBE * SAMPLES + 2 * 32
+    as_measured = measured(model(0.0, observe=0.6))
+    assert rounds(as_measured, 1, 300)[0] > 290 and as_measured.pays
+
+
+def test_a_clear_gain_is_not_doubted_and_given_costs_are_not_either():
+    assert rounds(measured(model(0.0)), 2, 100) == (100, 0)
+    assert rounds(CalibratedTree(costs=model(0.0, observe=0.9)), 1, 100, plain=0.1) == (100, 0)
+
+
+def test_a_round_that_is_disturbed_counts_as_any_other():
+    builder = measured(model(0.0, observe=0.2))
+    rounds(builder, 1, 20)
+    rounds(builder, 1, 1, slower=500.0)
+    assert rounds(builder, 1, 20)[0] == 20 and builder.pays
 
 
 def answer(tree, **arguments):
@@ -126,7 +181,6 @@ def test_where_speculation_does_not_pay_the_rest_is_plain_and_that_is_said_once(
         answer(tree)
     assert not tree.pays
     assert len([r for r in caplog.records if "does not pay" in r.message]) == 1
-    assert tree._patience == PATIENCE // 4
 
 
 def test_with_fallback_forbidden_it_goes_on_drafting():

@@ -499,7 +499,7 @@ def test_typical_acceptance_is_named_and_takes_more(target):
     assert accepted["typical"] > accepted["lossless"]
     strict = SpeculativeDecoder(target, drafter, tree=BUSH, acceptance="typical", epsilon=1.0, delta=50.0)
     assert strict.generate(ids, mask, **sampled).stats.accepted == 0
-    assert SpeculativeDecoder(target, drafter).acceptance == "lossless"
+    assert SpeculativeDecoder(target, drafter).acceptance.rule == "lossless"
 
 
 def test_typical_acceptance_refuses_what_does_not_go_with_it(target):

@@ -40,14 +40,14 @@ class PathCaches:
         self._rounds: dict[int, _Round] = {}
         self._takes_positions = "position_ids" in inspect.signature(target.decoder.forward).parameters
 
-    def prefill(
+    def extend(
         self, input_ids: Tensor, lengths: Tensor, rows: slice, capture: tuple[int, ...]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run and commit right-padded prompts [b, T] in empty rows; return as `forward`."""
+        """Run and commit right-padded texts [b, T] behind what the rows hold; return as `forward`."""
         done = []
-        for row, prompt, length in zip(self._numbers(rows), input_ids, lengths.tolist()):
-            done.append(self._run(prompt[None, :length], 0, self._caches[row], capture))
-        self.lengths[rows] = lengths
+        for row, text, length in zip(self._numbers(rows), input_ids, lengths.tolist()):
+            done.append(self._run(text[None, :length], int(self.lengths[row]), self._caches[row], capture))
+        self.lengths[rows] += lengths
         return _stacked([(f[0], {k: v[0] for k, v in c.items()}) for f, c in done], input_ids.shape[1])
 
     def forward(
@@ -85,6 +85,18 @@ class PathCaches:
         for row in self._numbers(rows):
             self._caches[row] = self._empty()
         self.lengths[rows] = 0
+
+    def rewind(self, lengths: Tensor) -> Tensor:
+        """Keep rows of at most `lengths` [B] tokens, empty the others; return how many each row holds then."""
+        for row in (self.lengths > lengths).nonzero()[:, 0].tolist():
+            self.reset(slice(row, row + 1))
+        return self.lengths
+
+    @property
+    def bytes(self) -> int:
+        """Memory held by keys, values and states."""
+        tensors = (t for cache in self._caches for layer in cache.layers for t in vars(layer).values())
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
     def move(self, source: int, target: int) -> None:
         """Hand the cache of row `source` to row `target`."""

@@ -156,7 +156,7 @@ def _by_paths(target: Target, sample: _Sample) -> _Seen:
     """The end of the prompt is a round of its own, not accepted whole, so that running again is seen too."""
     cache = PathCaches(target, len(LENGTHS))
     cut = torch.tensor([length - 2 for length in LENGTHS], device=target.device)
-    cache.prefill(sample.prompts, cut, slice(None), ())
+    cache.extend(sample.prompts, cut, slice(None), ())
     rest = sample.prompts.gather(1, (cut[:, None] + torch.arange(3, device=target.device)).clamp(max=max(LENGTHS) - 1))
     cache.forward(rest, None, slice(None), ())
     steps = torch.arange(2, device=target.device).expand(len(LENGTHS), 2)
@@ -170,7 +170,7 @@ def _by_steps(target: Target, sample: _Sample) -> _Seen:
     path = torch.tensor([nodes[: min(map(len, paths))] for nodes in paths], device=target.device)
     rows = torch.arange(len(path), device=target.device)[:, None]
     cache = PathCaches(target, len(LENGTHS))
-    cache.prefill(sample.prompts, sample.lengths, slice(None), ())
+    cache.extend(sample.prompts, sample.lengths, slice(None), ())
     finals = []
     for tokens in sample.tokens[rows, path].split(1, dim=1):
         finals.append(cache.forward(tokens, None, slice(None), ())[0])
