@@ -181,7 +181,8 @@ class RaggedTreeCache:
             return
         self._longest = int(self.lengths.max())
         if (used := self._longest + nodes) > self.slots:
-            self._hold(1 << (max(used, BLOCK) - 1).bit_length())
+            wanted = max(used, min(used + AHEAD, self.capacity))
+            self._hold(1 << (wanted - 1).bit_length())
 
     def _grow(self, used: int) -> None:
         if used > self.slots:

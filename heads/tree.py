@@ -62,17 +62,11 @@ class DraftTree:
 
         Such nodes then stand in the slots they would have in plain decoding, and round as they would there.
         """
-        rows = torch.arange(self.tokens.shape[0], device=self.tokens.device)
-        front = torch.zeros_like(self.tokens, dtype=torch.bool)
-        node = torch.zeros_like(self.counts)
-        going = self.counts > 0
-        for _ in range(self.size):
-            front[rows, node] |= going
-            children = (self.parents == node[:, None]) & self.valid()
-            going = going & children.any(1)
-            node = torch.where(going, children.long().argmax(1), node)
-            if not bool(going.any()):
-                break
+        valid = self.valid()
+        siblings = (self.parents[:, :, None] == self.parents[:, None, :]) & valid[:, None, :]
+        first = valid & ~siblings.tril(-1).any(2)
+        # On the chain stands whoever has none but first children among its ancestors and itself.
+        front = first & ~(self.ancestors() & ~first[:, None, :]).any(2)
         order = (~front).long().sort(dim=1, stable=True).indices
         place = order.argsort(dim=1)
         parents = self.parents.gather(1, order)
@@ -86,11 +80,10 @@ class DraftTree:
 
 def ancestor_mask(parents: Tensor) -> Tensor:
     """[B, N] parents (-1 at roots, every parent before its children) -> [B, N, N] mask of ancestors-or-self."""
-    batch, size = parents.shape
-    mask = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, size, size).clone()
-    rows = torch.arange(batch, device=parents.device)
-    for node in range(1, size):
-        parent = parents[:, node]
-        inherited = mask[rows, parent.clamp(min=0)] & (parent >= 0)[:, None]
-        mask[:, node] |= inherited
-    return mask
+    size = parents.shape[1]
+    nodes = torch.arange(size, device=parents.device)
+    # Whoever is reached in two halves of the way: the reach doubles each time, and no node waits for its parent.
+    reached = ((parents[:, :, None] == nodes) | (nodes[:, None] == nodes)).float()
+    for _ in range((size - 1).bit_length()):
+        reached = (reached @ reached).clamp(max=1)
+    return reached > 0

@@ -18,6 +18,7 @@ from .acceptance import Acceptance
 from .builder import AdaptiveBuilder, TreeBuilder
 from .certify import Certificate
 from .certify import certify as certify_answers
+from .compiled import CompiledForward, padded_size
 from .engine import Session, choose_forward
 from .fallback import fallback, only_generates, own_generate
 from .hosted import hosted_arguments
@@ -66,6 +67,8 @@ class SpeculativeDecoder:
             emits is plausible to the target, and no longer the target's own. It is named in the stats' tree.
         epsilon: of typical acceptance: a draft token needs more than min(epsilon, delta · exp(-entropy)); 0.09 if None.
         delta: of typical acceptance; 0.3 if None.
+        compile: run verify forwards as one graph of `torch.compile` for each of few tree sizes, in fixed buffers;
+            options of `torch.compile`, or True for CUDA graphs on a GPU. The first rounds of a size then take long.
     Raises: ValueError for an unknown acceptance, or one that does not go with the tree or with its thresholds.
     """
 
@@ -78,10 +81,11 @@ class SpeculativeDecoder:
         acceptance: Literal["lossless", "typical"] = "lossless",
         epsilon: float | None = None,
         delta: float | None = None,
+        compile: bool | dict[str, Any] = False,
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.builder = make_tree(tree)
+        self.builder = make_tree(tree, drafter)
         adaptive = drafter is not None and isinstance(self.builder, AdaptiveBuilder)
         self._adaptive: AdaptiveBuilder | None = cast(AdaptiveBuilder, self.builder) if adaptive else None
         self._kind = forward
@@ -91,6 +95,11 @@ class SpeculativeDecoder:
         if self.fallback:
             self.drafter, self._adaptive = None, None
         thresholds = {name: value for name, value in (("epsilon", epsilon), ("delta", delta)) if value is not None}
+        self._compiled: CompiledForward | None = None
+        if compile:
+            options = compile if isinstance(compile, dict) else None
+            self._compiled = CompiledForward(self.forward, self.drafter.needs.layers if self.drafter else (), options)
+        self._sessions: dict[int, Session] = {}  # of compiled forwards, by rows: their buffers stay where they are
         self.acceptance = Acceptance(acceptance, thresholds)
         self.acceptance.check(self.builder)
 
@@ -141,8 +150,9 @@ class SpeculativeDecoder:
         stats = DecodeStats(self.tree_name, rows.batch, getattr(self.builder, "depth", 0) if self.drafter else 0)
         self._check_positions(max(length + limit for length, limit in zip(lengths.tolist(), options.limits)))
 
+        session = self._session(rows.batch, prompts.shape[1] + rows.limit, shared=past is None)
         past = past if past is not None else Past()
-        session = past.resume(self._session(rows, prompts.shape[1]), self.drafter, prompts, lengths)
+        session = past.resume(session, self.drafter, prompts, lengths)
         if self._adaptive and self.drafter:
             self._adaptive.prepare(session, self.drafter)
         rounds = Rounds(
@@ -151,11 +161,20 @@ class SpeculativeDecoder:
         rounds.run(prompts, lengths, past)
         return DecodeOutput(rows.sequences(), stats, rows.scores(), rows.logits(), rows.answers)
 
-    def _session(self, rows: Rows, prompt: int) -> Session:
+    def _session(self, rows: int, tokens: int, shared: bool) -> Session:
+        """An empty session for so many tokens a row.
+
+        Args: shared: whether it is for this call only, so that the next may have the same.
+        """
         # A row may end inside a round, which is committed whole, and has its nodes behind that until the others end.
-        behind = self.builder.nodes + self.builder.depth if self.drafter else 1
+        behind = padded_size(self.builder.nodes) + self.builder.depth if self.drafter else 2
         needs = self.drafter.needs if self.drafter else None
-        return Session(self.target, rows.batch, prompt + rows.limit + behind, self.forward, needs)
+        made = Session(self.target, rows, tokens + behind, self.forward, needs, self._compiled)
+        if self._compiled is None or not shared:
+            return made
+        session = self._sessions.setdefault(rows, made)
+        session.reset(made.capacity)
+        return session
 
     def _certified(
         self, input_ids: Tensor, attention_mask: Tensor | None, streamer: Any, arguments: dict[str, Any]

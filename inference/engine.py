@@ -18,6 +18,7 @@ from headsmith.heads.target.paths import PathCaches
 from headsmith.heads.target.probe import probe
 from torch import Tensor
 
+from .compiled import CompiledForward
 from .generic import GenericForward
 from .lean import LeanForward, try_lean
 from .paths import PathForward
@@ -67,6 +68,7 @@ class Session:
         capacity: tokens a row is expected to reach; the cache grows beyond it when needed.
         forward: `auto`, `lean`, `generic`, or a forward already made.
         needs: what the drafter wants captured.
+        compiled: `forward` compiled, for trees; prompts are run without.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Session:
         capacity: int,
         forward: Literal["auto", "lean", "generic"] | Forward = "auto",
         needs: Needs | None = None,
+        compiled: CompiledForward | None = None,
     ) -> None:
         self.target = target
         self.runner: Forward = choose_forward(target, forward) if isinstance(forward, str) else forward
@@ -85,7 +88,9 @@ class Session:
         if isinstance(self.runner, PathForward):
             self.cache = self.runner.open(rows)
         else:
-            self.cache = RaggedTreeCache(self.runner.layer_shapes, rows, capacity, target.dtype, target.device)
+            fixed = compiled is not None
+            self.cache = RaggedTreeCache(self.runner.layer_shapes, rows, capacity, target.dtype, target.device, fixed)
+        self.compiled = compiled
         self.forwards = 0
 
     @property
@@ -109,6 +114,8 @@ class Session:
         self.forwards += 1
         if isinstance(self.cache, PathCaches):
             return self._output(*self.cache.forward(tokens, ancestors, rows, self.capture))
+        if self.compiled is not None and depth is not None and ancestors is not None:
+            return self._output(*self.compiled(self.cache, tokens, depth, ancestors))
         if tokens.numel() > 1:
             return self._output(*self._tree(self.cache, tokens, depth, ancestors, rows))
         # One row takes another kernel than several, with other rounding (and on CPU a slower one).
@@ -156,6 +163,11 @@ class Session:
             path = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
             self.commit(path, (lengths - start).clamp(0, tokens.shape[1]), rows)
         return _joined(parts)
+
+    def reset(self, capacity: int) -> None:
+        """Empty all rows for texts of so many tokens."""
+        self.cache.reset(slice(None))
+        self.capacity = self.cache.capacity = capacity
 
     def rewind(self, lengths: Tensor) -> Tensor:
         """Forget all but the first `lengths` [B] committed tokens of every row; return how many each holds then.

@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "Let the target answer the recipe's prompts; resumes.",
     "preview": "Show what is trained on: coloured masks, dropped rows by reason, sizes.",
     "decode": "Answer a prompt with draft heads, streaming.",
+    "chat": "Talk with a target, with draft heads; what was said stays in the caches.",
     "calibrate": "Measure what decoding costs on this machine, for the calibrated tree.",
     "bench": "Measure every method against plain decoding, in one run.",
 }

@@ -65,17 +65,33 @@ class TreeNodes:
                 inputs = (tokens[part], positions[part], seen[part], slot_positions[part])
                 done.append(self(*inputs, cache, _row_of(span, row), capture))
             return torch.cat([final for final, _ in done]), {k: torch.cat([f[k] for _, f in done]) for k in done[0][1]}
-        decoder = self.target.decoder
-        mask = mask_container(self.target.config, self.mask, seen, positions, slot_positions, self.target.dtype)
+        mask = self.masked(positions, seen, slot_positions)
+        with self.attending(slot_positions), captured_if(self.target, capture) as found:
+            final = self.decode(tokens, mask, positions, cache, span)
+        return final, found
+
+    def masked(self, positions: Tensor, seen: Tensor, slot_positions: Tensor) -> Any:
+        """What the decoder's `attention_mask` wants."""
+        return mask_container(self.target.config, self.mask, seen, positions, slot_positions, self.target.dtype)
+
+    @contextmanager
+    def attending(self, slot_positions: Tensor) -> Iterator[None]:
+        """Within the block the target attends as the probe found that it must."""
+        bias: AbstractContextManager[None] = nullcontext()
+        if self.biased:
+            bias = alibi.logical_positions(self.target.decoder, slot_positions)
+        with bias, attention(self.target.config, self.attention):
+            yield
+
+    def decode(self, tokens: Tensor, mask: Any, positions: Tensor, cache: RaggedTreeCache, span: Span) -> Tensor:
+        """The decoder and nothing else, which can be traced as one graph: feature after the final norm [b, N, H]."""
         index = {layer: i for i, layer in enumerate(self.shapes)}
         layers: list[Any] = [_SpanLayer(cache, index.get(k), span) for k in range(self.target.num_layers)]
         arguments: dict[str, Any] = {CACHE_KEYWORD: Cache(layers=layers)}
-        bias: AbstractContextManager[None] = nullcontext()
-        if self.biased:
-            bias = alibi.logical_positions(decoder, slot_positions)
-        with bias, attention(self.target.config, self.attention), captured_if(self.target, capture) as found:
-            output = decoder(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, **arguments)
-        return output.last_hidden_state, found
+        output = self.target.decoder(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=True, **arguments
+        )
+        return output.last_hidden_state
 
 
 def run_nodes(

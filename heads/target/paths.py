@@ -35,6 +35,7 @@ class PathCaches:
     def __init__(self, target: Target, batch: int) -> None:
         self.target = target
         self.batch = batch
+        self.capacity = 0  # transformers' caches grow with every token
         self.lengths = torch.zeros(batch, dtype=torch.long, device=target.device)
         self._caches: list[Any] = [self._empty() for _ in range(batch)]
         self._rounds: dict[int, _Round] = {}
