@@ -45,6 +45,8 @@ class SavedDrafter(nn.Module):
         self.config = config
         self.register_buffer("draft_ids", draft_ids)
         self.trained_for: dict[str, Any] = {}
+        # [J][K] of the training run's evaluation, None where there is no record: what the best fixed tree is made of.
+        self.ranks: list[list[float]] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +132,7 @@ def read_drafter(folder: str | Path) -> Any:
         raise CheckpointError(f"{folder}/model.safetensors does not fit its config.json: {'; '.join(problems)}")
     drafter.load_state_dict(tensors, strict=True)
     drafter.trained_for = saved.get("target", {})
+    drafter.ranks = _recorded_ranks(folder)
     return drafter
 
 
@@ -143,6 +146,16 @@ def heads_folder(folder: Path) -> Path:
         f"no heads in {folder}: expected config.json and model.safetensors there, or in {folder / 'heads'}; "
         "name a training run's output folder or a saved heads folder"
     )
+
+
+def _recorded_ranks(folder: Path) -> list[list[float]] | None:
+    """`top_k` of the training run that these heads lie in; None for heads that were moved out, or not evaluated."""
+    if folder.resolve().name != "heads":
+        return None
+    try:
+        return json.loads((folder.resolve().parent / "evaluation.json").read_text())["teacher_forced"]["top_k"] or None
+    except (OSError, ValueError, LookupError, TypeError):  # heads decode without it: only one tree needs the record
+        return None
 
 
 def _differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> Iterator[str]:

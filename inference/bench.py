@@ -24,12 +24,13 @@ from torch import Tensor
 
 from .builder import TreeBuilder
 from .calibrated_tree import CalibratedTree
-from .certify import first_difference
+from .certify import CertificationError, Difference, Finer, first_difference
 from .costs import RoundCosts, round_costs
 from .decoder import SpeculativeDecoder
-from .stats import DecodeStats
+from .stats import PARTS, DecodeStats
 
 GENERATE, PLAIN = "generate", "plain"
+LOOKUP, ASSISTANT = "generate+lookup", "generate+assistant"
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,19 @@ class Method:
 
 @dataclass
 class Setting:
-    """What all methods of a run share."""
+    """What all methods of a run share.
+
+    Args: certify: judge differences from plain decoding in a finer dtype, on a copy of the target made for it.
+    """
 
     target: Target
     new_tokens: int = 64
     forward: Any = "auto"
+    certify: bool = False
 
 
-def generate_method(setting: Setting, **arguments: Any) -> Method:
-    """transformers' own generate(), greedy."""
+def generate_method(setting: Setting, name: str = GENERATE, **arguments: Any) -> Method:
+    """transformers' own generate(), greedy, with more arguments of it under another name."""
 
     def run(ids: Tensor) -> Answer:
         start = time.perf_counter()
@@ -84,7 +89,6 @@ def generate_method(setting: Setting, **arguments: Any) -> Method:
         )
         return Answer(time.perf_counter() - start, out[0, ids.shape[1] :].tolist())
 
-    name = f"{GENERATE}+lookup" if arguments else GENERATE
     return Method(name, "-", run)
 
 
@@ -130,16 +134,22 @@ def run_benchmark(
         for method in (*methods[index % len(methods) :], *methods[: index % len(methods)]):
             method.answers.append(method.run(question.input_ids))
     by_name = {method.name: method for method in methods}
+    finer = Finer(setting.target) if setting.certify else None
     return {
         "machine": machine(setting),
         "questions": len(questions),
         "new_tokens": setting.new_tokens,
-        "methods": [summary(setting, m, by_name[GENERATE], by_name[PLAIN], questions) for m in methods],
+        "methods": [summary(setting, m, by_name[GENERATE], by_name[PLAIN], questions, finer) for m in methods],
     }
 
 
 def summary(
-    setting: Setting, method: Method, generate: Method, plain: Method, questions: Sequence[Question]
+    setting: Setting,
+    method: Method,
+    generate: Method,
+    plain: Method,
+    questions: Sequence[Question],
+    finer: Finer | None = None,
 ) -> dict[str, Any]:
     """One method's figures over all questions."""
     stats = merged(method.answers)
@@ -161,7 +171,8 @@ def summary(
         "predicted_ratio": None if costs is None else round(costs.predicted_ratio(tau or 1), 3),
         "round_ms": None if costs is None else {k: round(1e3 * v, 2) for k, v in vars(costs).items()},
         "identical": sum(a.tokens == b.tokens for a, b in zip(method.answers, plain.answers)),
-        "differences": differences(setting, method, plain, questions),
+        "differences": differences(setting, method, plain, questions, finer),
+        "round_parts": None if stats is None else round_parts(stats),
         "by_category": by_category(method, plain, questions),
         "by_depth": [] if not stats else conditional(stats),
     }
@@ -198,6 +209,18 @@ def conditional(stats: DecodeStats) -> list[float]:
     return [round(now / last, 3) if last else 0.0 for now, last in zip(stats.accepted_at, before)]
 
 
+def round_parts(stats: DecodeStats) -> dict[str, dict[str, float]] | None:
+    """Milliseconds of a round by part, and their shares; None where no round was timed."""
+    parts = [part for part in PARTS if part != "prefill"]
+    total = sum(stats.seconds[part] for part in parts)
+    if not stats.forwards or not total:
+        return None
+    return {
+        part: {"ms": round(1e3 * seconds / stats.forwards, 3), "share": round(seconds / total, 4)}
+        for part, seconds in ((part, stats.seconds[part]) for part in parts)
+    }
+
+
 def by_category(method: Method, plain: Method, questions: Sequence[Question]) -> dict[str, dict[str, float | None]]:
     groups: dict[str, list[int]] = defaultdict(list)
     for index, question in enumerate(questions):
@@ -214,30 +237,65 @@ def by_category(method: Method, plain: Method, questions: Sequence[Question]) ->
     return result
 
 
-def differences(setting: Setting, method: Method, plain: Method, questions: Sequence[Question]) -> list[dict[str, Any]]:
-    """Where a method's text leaves plain decoding: the place, and the margin of the target's logits there."""
+def differences(
+    setting: Setting, method: Method, plain: Method, questions: Sequence[Question], finer: Finer | None = None
+) -> list[dict[str, Any]]:
+    """Where a method's text leaves plain decoding, and how far apart the target's logits of the two tokens are there.
+
+    Args: finer: measures the margin in a finer dtype and says whether it is a tie; without it, which takes no further
+        memory, the margin is in the target's own dtype. The margin is None where one text had ended.
+    """
     found = []
-    for question, ours, theirs in zip(questions, method.answers, plain.answers):
+    for row, (question, ours, theirs) in enumerate(zip(questions, method.answers, plain.answers)):
         if ours.tokens == theirs.tokens:
             continue
         place = first_difference(ours.tokens, theirs.tokens)
-        margin = None
-        if place < min(len(ours.tokens), len(theirs.tokens)):
-            prefix = torch.tensor([theirs.tokens[:place]], dtype=torch.long, device=question.input_ids.device)
-            margin = _margin(
-                setting.target,
-                torch.cat((question.input_ids, prefix), 1),
-                theirs.tokens[place],
-                ours.tokens[place],
-            )
-        found.append({"id": question.id, "token": place, "logit_margin": margin})
+        entry: dict[str, Any] = {"id": question.id, "token": place}
+        if finer is not None:
+            entry |= _judged(finer.difference(row, place, question.input_ids[0], ours.tokens, theirs.tokens))
+        elif place == min(len(ours.tokens), len(theirs.tokens)):
+            entry |= {"logit_margin": None}
+        else:
+            entry |= {"logit_margin": _margin(setting.target, question.input_ids, theirs.tokens, ours.tokens, place)}
+        found.append(entry)
     return found
 
 
+def _judged(difference: Difference) -> dict[str, Any]:
+    ended = difference.plain is None or difference.found is None
+    return {
+        "logit_margin": None if ended else round(difference.margin, 6),
+        "tie_bound": None if ended else round(difference.bound, 6),
+        "tie": difference.is_tie,
+    }
+
+
 @torch.inference_mode()
-def _margin(target: Target, ids: Tensor, expected: int, found: int) -> float:
-    logits = target.model(input_ids=ids, use_cache=False).logits[0, -1].float()
-    return round(float(logits[expected] - logits[found]), 4)
+def _margin(target: Target, prompt: Tensor, plain: list[int], found: list[int], place: int) -> float:
+    prefix = torch.tensor([plain[:place]], dtype=torch.long, device=prompt.device)
+    logits = target.model(input_ids=torch.cat((prompt, prefix), 1), use_cache=False).logits[0, -1].float()
+    return round(float(logits[plain[place]] - logits[found[place]]), 4)
+
+
+def check_certified(result: dict[str, Any]) -> None:
+    """Look through the figures of a run with `certify`.
+
+    Raises: CertificationError naming every first difference from plain decoding that is not a tie.
+    """
+    wrong = [
+        f"{method['name']} ({method['tree']}), question {one['id']}, new token {one['token']}: {_apart(one)}"
+        for method in result["methods"]
+        for one in method["differences"]
+        if not one["tie"]
+    ]
+    if wrong:
+        raise CertificationError("not plain decoding's answers: " + "; ".join(wrong))
+
+
+def _apart(one: dict[str, Any]) -> str:
+    if one["logit_margin"] is None:
+        return "one of the two texts ends there"
+    return f"the logits are {one['logit_margin']:.4g} apart, a tie is at most {one['tie_bound']:.4g}"
 
 
 def machine(setting: Setting) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from headsmith.heads.drafter import Drafter, DraftState, Proposal
 from headsmith.heads.tree import DraftTree
 from torch import Tensor
 
+from .compiled import padded_size
 from .costs import CostModel, RoundCosts, cost_model
 from .dynamic_tree import Beam
 from .engine import Session
@@ -99,8 +100,11 @@ class CalibratedTree:
     def prepare(self, session: Session, drafter: Drafter) -> None:
         """Before a call: learn what rounds of its batch size cost here."""
         batch = len(session.lengths)
-        self._costs = self.costs or cost_model(session.target, drafter, batch, session.runner)
+        self._costs = self.costs or cost_model(session.target, drafter, batch, session.driver)
         self._times = self._costs.verify_times(self.nodes)
+        if session.compiled is not None:
+            sizes = np.array([min(padded_size(n), self.nodes) for n in range(1, self.nodes + 1)])
+            self._times = self._times[sizes - 1]
         self._credit = STAKE if self.pays else STAKE / 2
         self.pays = True
 

@@ -77,7 +77,7 @@ def certify(
         found, plain: the new tokens of each row.
     Raises: CertificationError at a first difference that is not a tie.
     """
-    finer = _Finer(target)
+    finer = Finer(target)
     differences = []
     for row, (prompt, ours, theirs) in enumerate(zip(prompts, found, plain, strict=True)):
         if ours == theirs:
@@ -94,7 +94,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
 
 
-class _Finer:
+class Finer:
     """The target in a finer dtype, made when it is first asked."""
 
     def __init__(self, target: Target) -> None:

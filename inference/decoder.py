@@ -169,7 +169,7 @@ class SpeculativeDecoder:
         # A row may end inside a round, which is committed whole, and has its nodes behind that until the others end.
         behind = padded_size(self.builder.nodes) + self.builder.depth if self.drafter else 2
         needs = self.drafter.needs if self.drafter else None
-        made = Session(self.target, rows, tokens + behind, self.forward, needs, self._compiled)
+        made = Session(self.target, rows, tokens + behind, self._compiled or self.forward, needs)
         if self._compiled is None or not shared:
             return made
         session = self._sessions.setdefault(rows, made)

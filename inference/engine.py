@@ -66,9 +66,8 @@ class Session:
     Args:
         rows: how many sequences are held at once.
         capacity: tokens a row is expected to reach; the cache grows beyond it when needed.
-        forward: `auto`, `lean`, `generic`, or a forward already made.
+        forward: `auto`, `lean`, `generic`, or a forward already made; a compiled one runs trees, not prompts.
         needs: what the drafter wants captured.
-        compiled: `forward` compiled, for trees; prompts are run without.
     """
 
     def __init__(
@@ -76,21 +75,21 @@ class Session:
         target: Target,
         rows: int,
         capacity: int,
-        forward: Literal["auto", "lean", "generic"] | Forward = "auto",
+        forward: Literal["auto", "lean", "generic"] | Forward | CompiledForward = "auto",
         needs: Needs | None = None,
-        compiled: CompiledForward | None = None,
     ) -> None:
         self.target = target
-        self.runner: Forward = choose_forward(target, forward) if isinstance(forward, str) else forward
+        self.driver = choose_forward(target, forward) if isinstance(forward, str) else forward
+        self.compiled = self.driver if isinstance(self.driver, CompiledForward) else None
+        self.runner: Forward = self.driver.forward if isinstance(self.driver, CompiledForward) else self.driver
         self.capacity = capacity
         self.capture = needs.layers if needs else ()
         self.cache: RaggedTreeCache | PathCaches
         if isinstance(self.runner, PathForward):
             self.cache = self.runner.open(rows)
         else:
-            fixed = compiled is not None
-            self.cache = RaggedTreeCache(self.runner.layer_shapes, rows, capacity, target.dtype, target.device, fixed)
-        self.compiled = compiled
+            shapes, fixed = self.runner.layer_shapes, self.compiled is not None
+            self.cache = RaggedTreeCache(shapes, rows, capacity, target.dtype, target.device, fixed)
         self.forwards = 0
 
     @property

@@ -46,8 +46,10 @@ def best_fixed_tree(top_k: Sequence[Sequence[float]], nodes: int = 32, costs: Co
     """The fixed tree of at most `nodes` nodes (node 0 included) that accepts most.
 
     Args: costs: with them, the tree of most expected tokens a second, however small.
-    Raises: ValueError if no tree beats plain decoding.
+    Raises: ValueError for fewer than 2 nodes, or if no tree beats plain decoding.
     """
+    if nodes < 2:
+        raise ValueError(f"a tree that drafts has at least 2 nodes, node 0 included, not {nodes}; give more of them")
     paths = best_paths(top_k, nodes - 1)
     size = len(paths)
     if costs is not None:

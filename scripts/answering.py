@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import logging.handlers
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -46,3 +49,16 @@ def stats_line(stats: Any, seconds: float, prompt: int) -> str:
     tau = f", τ {stats.acceptance_length:.2f} ({stats.tree} tree)" if stats.tree != "plain" else ""
     read = f"{stats.prefilled} of {prompt} prompt tokens read, cache {stats.cache_bytes / 2**20:.0f} MiB"
     return f"[{stats.committed + 1} tokens in {seconds:.2f} s, {stats.forwards} verify forwards{tau}; {read}]"
+
+
+@contextmanager
+def notes_afterwards() -> Iterator[None]:
+    """Within the block warnings wait, so that none is printed into an answer that is being streamed."""
+    held = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL, target=logging.StreamHandler())
+    logger = logging.getLogger("headsmith")
+    logger.addHandler(held)
+    try:
+        yield
+    finally:
+        logger.removeHandler(held)
+        held.close()

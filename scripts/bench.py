@@ -26,6 +26,8 @@ from .common import open_heads, open_target, render, target_options
     "--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, calibrated]"
 )
 @click.option("--forward", default="auto", show_default=True, help="auto, lean or generic.")
+@click.option("--assistant", help="Also measure generate() assisted by this smaller model, or by early_exit=N layers.")
+@click.option("--certify", is_flag=True, help="Fail if a text leaves plain decoding elsewhere than at a tie.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
 def command(
     target_name: str,
@@ -39,24 +41,21 @@ def command(
     new_tokens: int,
     trees: tuple[str, ...],
     forward: str,
+    assistant: str | None,
+    certify: bool,
     output: Path | None,
 ) -> None:
     """Measure generate(), the plain loop of the same engine, prompt lookup and heads on the same questions.
 
-    The methods take turns on every question. Ratios below 1 are slower, and are printed as they are.
+    The methods take turns on every question. Ratios below 1 are slower, and are printed as they are. --certify needs
+    memory for one more copy of the target, in a finer dtype.
     """
-    from headsmith.heads import build_drafter
     from headsmith.inference import bench
     from headsmith.training.prompts import load_prompts, spread
 
     target = open_target(target_name, dtype, threads, trust_remote_code)
-    setting = bench.Setting(target, new_tokens, forward)
-    methods = [
-        bench.generate_method(setting),
-        bench.decoder_method(setting, bench.PLAIN, None, "chain"),
-        bench.generate_method(setting, prompt_lookup_num_tokens=8),
-        bench.decoder_method(setting, "prompt_lookup", build_drafter("prompt_lookup", target), "chain:depth=3"),
-    ]
+    setting = bench.Setting(target, new_tokens, forward, certify)
+    methods = _baselines(setting, assistant, trust_remote_code)
     for folder in heads:
         drafter = open_heads(folder, target, any_target)
         for tree in trees or ("chain:depth=3", "calibrated"):
@@ -66,10 +65,33 @@ def command(
         setting, methods, asked, lambda question: click.echo(f"\r{question.id:<40}", nl=False, err=True)
     )
     click.echo("\r" + " " * 40 + "\r", nl=False, err=True)
-    _print(result)
+    result["assistant"] = assistant
+    show(result)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n")
+    if certify:
+        bench.check_certified(result)
+
+
+def _baselines(setting: Any, assistant: str | None, trust_remote_code: bool) -> list[Any]:
+    """The methods that need no heads."""
+    from headsmith.heads import build_drafter
+    from headsmith.inference import bench
+    from headsmith.inference.assistant import assistant_arguments
+
+    assisted = []
+    if assistant is not None:
+        arguments = assistant_arguments(setting.target, assistant, trust_remote_code)
+        assisted.append(bench.generate_method(setting, bench.ASSISTANT, **arguments))
+    lookup = build_drafter("prompt_lookup", setting.target)
+    return [
+        bench.generate_method(setting),
+        bench.decoder_method(setting, bench.PLAIN, None, "chain"),
+        bench.generate_method(setting, bench.LOOKUP, prompt_lookup_num_tokens=8),
+        *assisted,
+        bench.decoder_method(setting, "prompt_lookup", lookup, "chain:depth=3"),
+    ]
 
 
 def _question(target: Any, prompt: Any) -> Any:
@@ -78,7 +100,8 @@ def _question(target: Any, prompt: Any) -> Any:
     return Question(prompt.id, prompt.category, render(target, prompt.messages))
 
 
-def _print(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
+    """Print the figures of a run as a table, and where the rounds went below it."""
     from rich.console import Console
     from rich.table import Table
 
@@ -89,7 +112,9 @@ def _print(result: dict[str, Any]) -> None:
     )
     table = Table(title=title)
     for column in ("method", "tree", "tokens/s", "τ", "× generate", "× plain", "predicted", "identical"):
-        table.add_column(column, justify="left" if column in ("method", "tree") else "right")
+        # Folded, not cut: on a narrow terminal the methods of generate() would read alike.
+        numeric = column not in ("method", "tree")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=column == "method")
     for method in result["methods"]:
         table.add_row(
             method["name"],
@@ -102,3 +127,12 @@ def _print(result: dict[str, Any]) -> None:
             f"{method['identical']}/{result['questions']}",
         )
     Console().print(table)
+    for method in result["methods"]:
+        if method["tau"] is not None and method["tree"] != "plain" and method["round_parts"]:
+            click.echo(f"{method['name']}, {method['tree']}: {_parts(method['round_parts'])}")
+
+
+def _parts(parts: dict[str, dict[str, float]]) -> str:
+    first, *others = ((name, part["ms"]) for name, part in parts.items())
+    listed = [f"{first[0]} {first[1]:.1f} ms", *(f"{name} {ms:.1f}" for name, ms in others)]
+    return f"{', '.join(listed)} ({100 * parts['rest']['share']:.1f} %)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .answering import answer_arguments, answer_options, stats_line
+from .answering import answer_arguments, answer_options, notes_afterwards, stats_line
 from .common import open_heads, open_target, render, target_options
 
 
@@ -78,7 +78,8 @@ class Conversation:
         shown = _streamer(target.tokenizer)
         start = time.perf_counter()
         try:
-            out = self.decoder.generate(prompt, streamer=shown, past=self.past, **self.arguments)
+            with notes_afterwards():
+                out = self.decoder.generate(prompt, streamer=shown, past=self.past, **self.arguments)
             summary = stats_line(out.stats, time.perf_counter() - start, prompt.shape[1])
         except KeyboardInterrupt:
             shown.end()

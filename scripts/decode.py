@@ -6,21 +6,15 @@ from typing import Any
 
 import click
 
+from .answering import answer_arguments, answer_options, notes_afterwards, stats_line
 from .common import open_heads, open_target, render, target_options
 
 
 @click.command("decode")
 @target_options
-@click.option("--heads", help="Heads folder or training run; without it the target decodes plainly.")
+@answer_options
 @click.option("--prompt", required=True, help="What the user says.")
-@click.option("--system", help="A system message before it.")
-@click.option("--tree", default="calibrated", show_default=True, help="Or chain, fixed, dynamic; dynamic:total=8.")
-@click.option("--new-tokens", default=256, show_default=True)
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", default=1.0, show_default=True)
-@click.option("--top-k", default=0, show_default=True)
-@click.option("--seed", type=int, help="Seed of sampled answers.")
-@click.option("--stats", is_flag=True, help="Say at the end how much each forward brought.")
+@click.option("--certify", is_flag=True, help="Decode plainly, too, and prove the answer: greedy only.")
 def command(
     target_name: str,
     dtype: str,
@@ -31,37 +25,31 @@ def command(
     prompt: str,
     system: str | None,
     tree: str,
-    new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int | None,
+    certify: bool,
     stats: bool,
+    **answering: Any,
 ) -> None:
     """Answer PROMPT, streaming. The answer is the target's own: heads only make it come sooner."""
     import time
 
-    import torch
     from headsmith.inference import SpeculativeDecoder
     from transformers import TextStreamer
 
     target = open_target(target_name, dtype, threads, trust_remote_code)
     drafter = open_heads(heads, target, any_target) if heads else None
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": prompt})
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    generator = None if seed is None else torch.Generator(target.device).manual_seed(seed)
+    ids = render(target, [*messages, {"role": "user", "content": prompt}])
     start = time.perf_counter()
-    out = SpeculativeDecoder(target, drafter, tree=tree).generate(
-        render(target, messages),
-        max_new_tokens=new_tokens,
-        streamer=TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True),
-        generator=generator,
-        **sampling,
-    )
+    with notes_afterwards():
+        out = SpeculativeDecoder(target, drafter, tree=tree).generate(
+            ids,
+            streamer=TextStreamer(target.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            certify=certify,
+            **answer_arguments(target, **answering),
+        )
+    if certify:
+        click.echo(f"[{out.certificate or 'nothing to compare: generate() itself answered'}]", err=True)
     if stats:
-        seconds, tokens = time.perf_counter() - start, out.stats.committed + 1
-        tau = f", τ {out.stats.acceptance_length:.2f} ({out.stats.tree} tree)" if drafter else ""
-        click.echo(f"[{tokens} tokens in {seconds:.2f} s, {out.stats.forwards} verify forwards{tau}]", err=True)
+        # The parts leave out what a certificate takes, and what is done once; where generate() answers there are none.
+        seconds = sum(out.stats.seconds.values()) or time.perf_counter() - start
+        click.echo(stats_line(out.stats, seconds, ids.shape[1]), err=True)

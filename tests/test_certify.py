@@ -109,7 +109,7 @@ def test_a_broken_verification_is_found_out(monkeypatch):
         parents = tree.parents[:, 1:]
         return verify_greedy(tree, choices.scatter(1, parents, tokens[:, 1:]))
 
-    monkeypatch.setattr("headsmith.inference.decoder.verify_greedy", gullible)
+    monkeypatch.setattr("headsmith.inference.acceptance.verify_greedy", gullible)
     with pytest.raises(CertificationError):
         SpeculativeDecoder(target, drafter, tree="chain:depth=3").generate(
             ids, mask, max_new_tokens=20, do_sample=False, certify=True

@@ -18,6 +18,7 @@ from headsmith.heads.target.locate import UnsupportedTargetError
 from headsmith.heads.target.probe import probe
 from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain
 from headsmith.inference.engine import Session
+from headsmith.inference.generic import GenericForward
 
 from tests.families import FAMILIES, GENERATE, PATHS, PLAIN, TREE, family_target, model_type
 from tests.scripted import ScriptedDrafter
@@ -80,7 +81,9 @@ def test_windows_shorter_than_the_tree_are_measured_in_positions(family):
     scripts = [ids[row][mask[row].bool()].tolist() + answer for row, answer in enumerate(answers)]
     drafter = ScriptedDrafter(scripts, 97, rank=lambda row, level: 2 if level == 1 else 0)
     tree = FixedTree(((0,), (1,), (2,), (2, 0), (2, 0, 0), (2, 0, 0, 0), (2, 0, 0, 0, 0)))
-    found, stats = decode(SpeculativeDecoder(target, drafter, tree=tree, forward="generic"), ids, mask)
+    decoder = SpeculativeDecoder(target, drafter, tree=tree, forward="generic")
+    assert isinstance(decoder.forward, GenericForward)  # a wrong mask would be noticed by the probe, and not be used
+    found, stats = decode(decoder, ids, mask)
     assert found == answers
     assert stats.forwards == math.ceil((NEW - 1) / 6)
 

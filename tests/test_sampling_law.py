@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from headsmith.heads import build_drafter
-from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain, decoder
+from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, acceptance, chain
 
 from tests.laws import chi_square_p_value, chi_square_power, count_sequences, joint_law, processed
 from tests.tiny import tiny_target
@@ -147,7 +147,7 @@ def test_a_node_processed_on_another_path_is_found_out(bug, processors, target, 
 
 def test_a_bonus_from_the_raw_softmax_is_found_out(target, monkeypatch):
     """The released bug of METHODS: accepted with the processed law, the bonus drawn from the unprocessed one."""
-    true = decoder.verify_lossless
+    true = acceptance.verify_lossless
 
     def raw_bonus(tree, probs, uniforms):
         verified = true(tree, probs, uniforms)
@@ -157,7 +157,7 @@ def test_a_bonus_from_the_raw_softmax_is_found_out(target, monkeypatch):
         verified.bonus = torch.multinomial(rows, 1)[:, 0]
         return verified
 
-    monkeypatch.setattr(decoder, "verify_lossless", raw_bonus)
+    monkeypatch.setattr(acceptance, "verify_lossless", raw_bonus)
     prompt, arguments = torch.tensor([[1, 3, 5, 2]]), {"temperature": 0.7, "top_p": 1.0}
     counts, _ = sample(target, prompt, "eagle3", chain(2), arguments, runs=40_960)
     assert chi_square_p_value(counts, exact_law(target, prompt, **arguments)) < 1e-6

@@ -851,13 +851,16 @@ def test_an_empty_window_reports_nothing():
 
 
 def test_evaluation_says_what_was_forced_and_what_was_decoded(tmp_path, capsys):
-    recipe = make_recipe(tmp_path, "evaluate={prompts: 2, new_tokens: 8}", "train.eval_every=4", method="eagle3")
+    evaluate = "evaluate={prompts: 2, new_tokens: 8, tree: 'best:nodes=4'}"
+    recipe = make_recipe(tmp_path, evaluate, "train.eval_every=4", method="eagle3")
     heads = trainer.train(recipe, chat_target())
     found = json.loads((tmp_path / "out/evaluation.json").read_text())
     assert found["teacher_forced"].keys() == {
         "loss", "teacher_forced_top1", "conditional_acceptance", "projected_chain_tau", "top_k",
     }  # fmt: skip
     assert found["decoded"]["prompts"] == 1 and found["decoded"]["acceptance_length"] >= 1
+    assert found["decoded"]["tree"] == "fixed"
+    assert load_drafter(heads, chat_target()).ranks == found["teacher_forced"]["top_k"]
     assert [line["step"] for line in read_log(tmp_path / "out") if "held_out" in line] == [4, 8]
     assert "teacher-forced" in capsys.readouterr().out
     record = json.loads((heads / "training.json").read_text())

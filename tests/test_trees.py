@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from headsmith.heads import build_drafter, load_drafter
 from headsmith.heads.drafter import DraftState, Needs, Proposal
+from headsmith.heads.prompt_lookup import PromptLookup
 from headsmith.heads.tree import DraftTree, ancestor_mask
-from headsmith.inference import DynamicTree, FixedTree, chain, make_tree
+from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain, make_tree
 from headsmith.inference.costs import CostModel
 from headsmith.inference.tree_search import best_fixed_tree, best_paths, expected_rate
+
+from tests.tiny import greedy_reference, random_prompts, tiny_target
 
 VOCAB = 12
 
@@ -200,3 +205,51 @@ def test_costs_choose_the_size_of_the_searched_tree():
         best_fixed_tree(TOP_K, 12, CostModel((1, 2), (1.0, 9.0), 5.0, 5.0))
     with pytest.raises(ValueError, match="must rise"):
         best_fixed_tree([[0.5, 0.4]])
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A training run's output folder, with heads and the ranks that its evaluation recorded."""
+    build_drafter("medusa", tiny_target()).save_pretrained(tmp_path / "heads")
+    (tmp_path / "evaluation.json").write_text(json.dumps({"teacher_forced": {"top_k": TOP_K}, "decoded": {}}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("given", [".", "heads"])
+def test_the_best_tree_by_name_is_that_of_the_recorded_ranks(run_folder, given):
+    drafter = load_drafter(run_folder / given, tiny_target())
+    assert drafter.ranks == TOP_K
+    assert make_tree("best:nodes=6", drafter) == best_fixed_tree(TOP_K, 6)
+    assert make_tree("best", drafter) == best_fixed_tree(TOP_K, 32)
+    decoder = SpeculativeDecoder(tiny_target(), drafter, tree="best:nodes=6")
+    assert decoder.builder == best_fixed_tree(TOP_K, 6)
+    ids, mask = random_prompts(2, 9)
+    out = decoder.generate(ids, mask, max_new_tokens=12, do_sample=False)
+    assert out.sequences[:, 9:].tolist() == greedy_reference(tiny_target(), ids, mask, 12)
+
+
+@pytest.mark.parametrize(
+    "record", [None, "", "[]", "{}", '{"teacher_forced": {}}', '{"teacher_forced": {"top_k": []}}']
+)
+def test_heads_without_recorded_ranks_load_and_have_no_best_tree(run_folder, record):
+    (run_folder / "evaluation.json").unlink()
+    if record is not None:
+        (run_folder / "evaluation.json").write_text(record)
+    drafter = load_drafter(run_folder, tiny_target())
+    assert drafter.ranks is None
+    with pytest.raises(ValueError, match=r"this drafter \(Medusa\) has none: expected teacher_forced.top_k in"):
+        make_tree("best:nodes=8", drafter)
+
+
+def test_the_best_tree_of_other_heads_is_not_taken(run_folder):
+    """Heads that were moved out of their run: what lies beside them is not theirs."""
+    (run_folder / "heads").rename(run_folder / "mine")
+    assert load_drafter(run_folder / "mine", tiny_target()).ranks is None
+
+
+@pytest.mark.parametrize("drafter, whose", [(None, "there is no drafter"), (PromptLookup(), "PromptLookup")])
+def test_a_best_tree_without_heads_says_what_is_missing(drafter, whose):
+    with pytest.raises(ValueError, match=rf"{whose}.*name the run's output folder"):
+        SpeculativeDecoder(tiny_target(), drafter, tree="best:nodes=8")
+    with pytest.raises(ValueError, match="at least 2 nodes"):
+        best_fixed_tree(TOP_K, 1)

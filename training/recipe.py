@@ -185,7 +185,7 @@ class EvaluateSection:
 
     prompts: int = 16  # held-out prompts decoded; 0: none
     new_tokens: int = 64  # a prompt
-    tree: str = "dynamic"  # chain, fixed, dynamic or calibrated, with options after a colon
+    tree: str = "dynamic"  # chain, fixed, dynamic, best or calibrated, with options after a colon
 
     def __post_init__(self) -> None:
         _check("evaluate.prompts", self.prompts, self.prompts >= 0, "0 or more")

@@ -341,9 +341,11 @@ def finish(session: Session) -> Path:
         run.tracker.say(f"heads saved to {heads}")
     forced = run.evaluate()
     if run.accelerator.is_main_process:
+        drafter = load_drafter(heads, target)
+        drafter.ranks = forced.get("top_k")  # for a tree `best`: evaluation.json is written after decoding
         real = decoded(
             target,
-            load_drafter(heads, target),
+            drafter,
             session.data.prompts,
             recipe.evaluate.tree,
             recipe.evaluate.new_tokens,
