@@ -57,9 +57,10 @@ class Fused:
         self.packed = pack_weight(self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return packed_linear(x, self.packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        # A packed weight cannot be traced, and the compiler has layouts of its own.
+        if torch.compiler.is_compiling() or self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return packed_linear(x, self.packed, self.bias)
 
 
 def pack_linears(module: nn.Module) -> None:

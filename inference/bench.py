@@ -66,13 +66,16 @@ class Method:
 class Setting:
     """What all methods of a run share.
 
-    Args: certify: judge differences from plain decoding in a finer dtype, on a copy of the target made for it.
+    Args:
+        certify: judge differences from plain decoding in a finer dtype, on a copy of the target made for it.
+        compile: our decoders, plain decoding among them, run compiled forwards.
     """
 
     target: Target
     new_tokens: int = 64
     forward: Any = "auto"
     certify: bool = False
+    compile: bool = False
 
 
 def generate_method(setting: Setting, name: str = GENERATE, **arguments: Any) -> Method:
@@ -96,7 +99,7 @@ def decoder_method(
     setting: Setting, name: str, drafter: Drafter | None, tree: str | TreeBuilder, measure: bool = True
 ) -> Method:
     """Our decoder with a drafter and a tree, or without (the plain loop)."""
-    decoder = SpeculativeDecoder(setting.target, drafter, tree=tree, forward=setting.forward)
+    decoder = SpeculativeDecoder(setting.target, drafter, tree=tree, forward=setting.forward, compile=setting.compile)
 
     def run(ids: Tensor) -> Answer:
         start = time.perf_counter()
@@ -107,7 +110,7 @@ def decoder_method(
     if drafter is not None and isinstance(decoder.builder, CalibratedTree):
         costs = decoder.builder.round_costs
     elif drafter is not None and measure:
-        measured = round_costs(setting.target, drafter, decoder.builder, decoder.forward)
+        measured = round_costs(setting.target, drafter, decoder.builder, decoder.driver)
         costs = lambda: measured  # noqa: E731
     return Method(name, tree if isinstance(tree, str) and drafter else decoder.tree_name, run, costs)
 
@@ -309,7 +312,7 @@ def machine(setting: Setting) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(setting.target.dtype).removeprefix("torch."),
         "target": setting.target.name,
-        "forward": forward.name,
+        "forward": f"{forward.name}, compiled" if setting.compile else forward.name,
         "commit": _commit(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("headsmith", "torch", "transformers")},

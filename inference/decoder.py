@@ -19,7 +19,7 @@ from .builder import AdaptiveBuilder, TreeBuilder
 from .certify import Certificate
 from .certify import certify as certify_answers
 from .compiled import CompiledForward, padded_size
-from .engine import Session, choose_forward
+from .engine import Forward, Session, choose_forward
 from .fallback import fallback, only_generates, own_generate
 from .hosted import hosted_arguments
 from .options import decoding_options
@@ -95,10 +95,11 @@ class SpeculativeDecoder:
         if self.fallback:
             self.drafter, self._adaptive = None, None
         thresholds = {name: value for name, value in (("epsilon", epsilon), ("delta", delta)) if value is not None}
-        self._compiled: CompiledForward | None = None
+        # What runs the trees: the forward, or that compiled.
+        self.driver: Forward | CompiledForward = self.forward
         if compile:
             options = compile if isinstance(compile, dict) else None
-            self._compiled = CompiledForward(self.forward, self.drafter.needs.layers if self.drafter else (), options)
+            self.driver = CompiledForward(self.forward, self.drafter.needs.layers if self.drafter else (), options)
         self._sessions: dict[int, Session] = {}  # of compiled forwards, by rows: their buffers stay where they are
         self.acceptance = Acceptance(acceptance, thresholds)
         self.acceptance.check(self.builder)
@@ -169,8 +170,8 @@ class SpeculativeDecoder:
         # A row may end inside a round, which is committed whole, and has its nodes behind that until the others end.
         behind = padded_size(self.builder.nodes) + self.builder.depth if self.drafter else 2
         needs = self.drafter.needs if self.drafter else None
-        made = Session(self.target, rows, tokens + behind, self._compiled or self.forward, needs)
-        if self._compiled is None or not shared:
+        made = Session(self.target, rows, tokens + behind, self.driver, needs)
+        if self.driver is self.forward or not shared:
             return made
         session = self._sessions.setdefault(rows, made)
         session.reset(made.capacity)

@@ -26,6 +26,7 @@ from .common import open_heads, open_target, render, target_options
     "--tree", "trees", multiple=True, help="May be given several times.  [default: chain:depth=3, calibrated]"
 )
 @click.option("--forward", default="auto", show_default=True, help="auto, lean or generic.")
+@click.option("--compile", "compiled", is_flag=True, help="Our decoders run compiled forwards (CUDA graphs on a GPU).")
 @click.option("--assistant", help="Also measure generate() assisted by this smaller model, or by early_exit=N layers.")
 @click.option("--certify", is_flag=True, help="Fail if a text leaves plain decoding elsewhere than at a tie.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
@@ -41,6 +42,7 @@ def command(
     new_tokens: int,
     trees: tuple[str, ...],
     forward: str,
+    compiled: bool,
     assistant: str | None,
     certify: bool,
     output: Path | None,
@@ -54,7 +56,7 @@ def command(
     from headsmith.training.prompts import load_prompts, spread
 
     target = open_target(target_name, dtype, threads, trust_remote_code)
-    setting = bench.Setting(target, new_tokens, forward, certify)
+    setting = bench.Setting(target, new_tokens, forward, certify, compiled)
     methods = _baselines(setting, assistant, trust_remote_code)
     for folder in heads:
         drafter = open_heads(folder, target, any_target)
