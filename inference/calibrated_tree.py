@@ -74,6 +74,8 @@ class CalibratedTree:
     costs: CostModel | None = None
     name: str = "calibrated"
     pays: bool = field(default=True, init=False)
+    _session: Session | None = field(default=None, init=False, repr=False)
+    _measured: CostModel | None = field(default=None, init=False, repr=False)
     _costs: CostModel | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,13 +102,12 @@ class CalibratedTree:
     def prepare(self, session: Session, drafter: Drafter) -> None:
         """Before a call: learn what rounds of its batch size cost here."""
         batch = len(session.lengths)
-        self._costs = self.costs or cost_model(session.target, drafter, batch, session.driver)
-        self._times = self._costs.verify_times(self.nodes)
-        if session.compiled is not None:
-            sizes = np.array([min(padded_size(n), self.nodes) for n in range(1, self.nodes + 1)])
-            self._times = self._times[sizes - 1]
+        self._session = session
+        self._measured = self.costs or cost_model(session.target, drafter, batch, session.driver)
+        self._price(0.0)
         self._credit = STAKE if self.pays else STAKE / 2
         self.pays = True
+        self._round = 0
 
     def build(
         self,
@@ -117,7 +118,9 @@ class CalibratedTree:
         active: Tensor,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
-        assert self._costs is not None, "prepare comes first"
+        assert self._session is not None, "prepare comes first"
+        if self._round % RECENT == 0:
+            self._price(float(self._session.lengths.float().mean()))
         self._round += 1
         if self._in_doubt():
             self._plan = None
@@ -136,6 +139,15 @@ class CalibratedTree:
         if plan.size == 1:
             return DraftTree.root(root, active.long())
         return beam.pool.tree(root, active, plan.size)
+
+    def _price(self, context: float) -> None:
+        """What rounds cost behind so many tokens."""
+        assert self._session is not None and self._measured is not None
+        self._costs = self._measured.at(context)
+        self._times = self._costs.verify_times(self.nodes)
+        if self._session.compiled is not None:
+            sizes = np.array([min(padded_size(n), self.nodes) for n in range(1, self.nodes + 1)])
+            self._times = self._times[sizes - 1]
 
     def learn(self, counts: Tensor, active: Tensor, seconds: dict[str, float]) -> None:
         """After a round: path lengths [B] (node 0 included), which rows took part, and its time by part."""

@@ -1,6 +1,9 @@
 """What decoding costs on this machine, measured once: the one cost model of trees, decoder and benchmark.
 
-Predicted ratio to plain decoding = τ · T(1) / (T(n) + c): T(n) verifies n nodes, c drafts them.
+Predicted ratio to plain decoding = τ · T(1) / (T(n) + c): T(n) verifies n nodes, c drafts them. Both grow with the
+context, so they are measured behind a short and behind a long one.
+
+B rows, T tokens, C captured layers, H hidden.
 """
 
 from __future__ import annotations
@@ -12,28 +15,35 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from headsmith.heads.cache import LayerShape
 from headsmith.heads.drafter import Drafter, TargetFeatures
 from headsmith.heads.target import Target
 from headsmith.heads.target.embedded import cache_folder
+from headsmith.heads.target.paths import PathCaches
 from headsmith.heads.tree import DraftTree
 
 from .builder import TreeBuilder
+from .compiled import CompiledForward
 from .dynamic_tree import DynamicTree
-from .engine import Session
+from .engine import CHUNK, Session
+from .paths import PathForward
 
 log = logging.getLogger("headsmith")
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # nodes a row whose verification is timed
-CONTEXT = 192  # tokens before them
+NEAR, FAR = 192, 2048  # tokens before the nodes
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32)  # nodes a row whose verification is timed behind the short text,
+FAR_SIZES = (1, 8, 16, 32)  # and behind the long one
+ROOM = 2**30  # bytes of keys and values that measuring may take
 DEPTH = 4  # levels drafted to see what one more costs
 REPEATS = 12
+LOW = 0.25  # quantile: what else a machine does only ever adds time
 
 
 @dataclass(frozen=True)
@@ -44,12 +54,16 @@ class CostModel:
         nodes, verify: T(n) at these n; between them a straight line.
         observe: the drafter takes in what was verified and proposes the first level.
         expand: one more level.
+        context: tokens of a row before the nodes.
+        growth: seconds that every further token of context adds to each part; None: it adds nothing.
     """
 
     nodes: tuple[int, ...]
     verify: tuple[float, ...]
     observe: float
     expand: float
+    context: float = 0
+    growth: CostModel | None = None
 
     @property
     def plain(self) -> float:
@@ -67,6 +81,29 @@ class CostModel:
         beyond = np.maximum(wanted - self.nodes[-1], 0) * slope
         # More nodes never take less time: a dip is noise.
         return np.interp(wanted, self.nodes, np.maximum.accumulate(self.verify)) + beyond
+
+    def at(self, context: float) -> CostModel:
+        """The costs behind so many tokens, on a straight line; behind fewer than were measured they are the same."""
+        more = context - self.context
+        if self.growth is None or more <= 0:
+            return self
+        return replace(
+            self,
+            verify=tuple(seconds + more * added for seconds, added in zip(self.verify, self.growth.verify)),
+            observe=self.observe + more * self.growth.observe,
+            expand=self.expand + more * self.growth.expand,
+            context=context,
+        )
+
+    def with_growth(self, far: CostModel) -> CostModel:
+        """These costs, growing so that they are those of `far` at its context, which is a longer one."""
+        tokens = far.context - self.context
+        before = np.interp(far.nodes, self.nodes, self.verify)
+        # A longer context never takes less time: a dip is noise.
+        added = (np.array(far.verify) - before).clip(min=0) / tokens
+        verify = tuple(np.interp(self.nodes, far.nodes, added).tolist())
+        observe, expand = max(far.observe - self.observe, 0.0), max(far.expand - self.expand, 0.0)
+        return replace(self, growth=CostModel(self.nodes, verify, observe / tokens, expand / tokens))
 
 
 def cost_model(target: Target, drafter: Drafter, batch: int, forward: Any) -> CostModel:
@@ -111,29 +148,63 @@ def _place(target: Target, drafter: Drafter, batch: int, forward: str) -> Path:
 
 def _read(path: Path) -> CostModel | None:
     try:
-        found = json.loads(path.read_text())
-        return CostModel(tuple(found["nodes"]), tuple(found["verify"]), found["observe"], found["expand"])
+        return _restored(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):  # absent, or of another release: measured anew
         return None
 
 
+def _restored(found: dict[str, Any]) -> CostModel:
+    growth = None if found["growth"] is None else _restored(found["growth"])
+    nodes, verify = tuple(found["nodes"]), tuple(found["verify"])
+    return CostModel(nodes, verify, found["observe"], found["expand"], found["context"], growth)
+
+
 @torch.inference_mode()
 def measure_costs(target: Target, drafter: Drafter, batch: int, forward: Any, repeats: int = REPEATS) -> CostModel:
-    """Time every part of a round on random text, the parts taking turns.
+    """Time every part of a round behind random texts, a short and a long one, the parts taking turns.
 
-    Lower quartiles: what else the machine does only ever adds time, and a T(1) that is too long would make speculation
-    seem to pay where it does not.
+    Low quantiles: a T(1) that is too long would make speculation seem to pay where it does not.
     """
-    setting = _Round(target, drafter, batch, forward)
-    bushes = {size: setting.bush(size) for size in SIZES}
-    parts: dict[Any, Callable[[], Any]] = {n: partial(setting.verify, tree) for n, tree in bushes.items()}
-    depth = min(DEPTH, drafter.max_depth)
-    for levels in {1, depth}:
-        parts[f"depth {levels}"] = partial(setting.draft, DynamicTree(64, levels, 4))
-    times = timed(parts, repeats, 0.25)
-    one = times["depth 1"]
-    expand = max(times[f"depth {depth}"] - one, 0.0) / max(depth - 1, 1)
-    return CostModel(SIZES, tuple(times[size] for size in SIZES), one, expand)
+    contexts = measured_contexts(target, drafter, batch, forward)
+    sizes = dict(zip(contexts, (SIZES, FAR_SIZES)))
+    parts: dict[Any, Callable[[], Any]] = {}
+    for context in contexts:
+        setting = Round(target, drafter, batch, forward, context, max(SIZES))
+        parts |= {(context, n): partial(setting.verify, setting.bush(n)) for n in sizes[context]}
+        parts |= {(context, name): part for name, part in setting.drafts().items()}
+    times = timed(parts, repeats, LOW)
+    found = []
+    for context in contexts:
+        verify = tuple(times[context, size] for size in sizes[context])
+        found.append(CostModel(sizes[context], verify, *level_costs(times, context, drafter), context))
+    return found[0].with_growth(found[1]) if len(found) > 1 else found[0]
+
+
+def measured_contexts(target: Target, drafter: Drafter, batch: int, forward: Any) -> tuple[int, ...]:
+    """Tokens of the texts behind which rounds are timed: a short one, and a long one where it tells more.
+
+    A compiled forward looks at all of its slots, whatever the context, and caches that hold no tree have a cost of
+    their own kind; both are timed behind the short text only.
+    """
+    limits = (target.max_positions, getattr(drafter, "max_positions", None))
+    reach = min((limit for limit in limits if limit), default=2 * FAR)
+    near = min(NEAR, reach // 2)
+    if isinstance(forward, PathForward | CompiledForward):
+        return (near,)
+    row = max(token_bytes(forward.layer_shapes, target.dtype), 1) * batch
+    far = min(FAR, reach - 2 * max(SIZES), ROOM // row)
+    return (near, far) if far >= 2 * near else (near,)
+
+
+def token_bytes(layers: list[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token."""
+    return sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+
+
+def level_costs(times: dict[Any, float], context: int, drafter: Drafter) -> tuple[float, float]:
+    """Seconds of the first level and of a further one, from the timed `Round.drafts` behind that context."""
+    one, deepest = times[context, "first level"], times[context, "all levels"]
+    return one, max(deepest - one, 0.0) / max(min(DEPTH, drafter.max_depth) - 1, 1)
 
 
 @dataclass(frozen=True)
@@ -154,7 +225,8 @@ def round_costs(
     target: Target, drafter: Drafter, builder: TreeBuilder, forward: Any, repeats: int = REPEATS
 ) -> RoundCosts:
     """Time the rounds of a tree whose size is always the same, at batch 1."""
-    setting = _Round(target, drafter, 1, forward)
+    near = measured_contexts(target, drafter, 1, forward)[0]
+    setting = Round(target, drafter, 1, forward, near, max(SIZES))
     root = setting.bush(1)
     tree = setting.draft(builder)
     parts: dict[str, Callable[[], Any]] = {
@@ -177,23 +249,56 @@ def timed(parts: dict[Any, Callable[[], Any]], repeats: int, quantile: float = 0
     return {name: float(np.quantile(found, quantile)) for name, found in seconds.items()}
 
 
-class _Round:
-    """A round that can be repeated: rows with a context of random text, and nothing that is committed."""
+class Round:
+    """A round that can be repeated: rows behind a context of random text, and nothing that is committed.
 
-    def __init__(self, target: Target, drafter: Drafter, batch: int, forward: Any) -> None:
+    Args:
+        drafter: None where nothing is drafted.
+        context: tokens a row holds.
+        nodes: most nodes a row that are verified.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, batch: int, forward: Any, context: int, nodes: int
+    ) -> None:
+        # Of its own: measuring must not move the generator that samples answers.
+        generator = torch.Generator(target.device).manual_seed(0)
+        self._random = partial(torch.randn, generator=generator, device=target.device, dtype=target.dtype)
+        shape, device = (batch, context), target.device
+        self.tokens = torch.randint(target.num_tokens, shape, generator=generator, device=device)
+        self.lengths = torch.full((batch,), context, device=device)
+        self.active = torch.ones(batch, dtype=torch.bool, device=device)
+        self.session = Session(target, batch, context + 2 * nodes, forward, drafter.needs if drafter else None)
+        self._fill()
         self.drafter = drafter
-        context = min(CONTEXT, (target.max_positions or CONTEXT) // 2)
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(target.num_tokens, (batch, context), generator=generator).to(target.device)
-        self.lengths = torch.full((batch,), context, device=target.device)
-        self.active = torch.ones(batch, dtype=torch.bool, device=target.device)
-        self.session = Session(target, batch, context + 2 * max(SIZES), forward, drafter.needs)
-        output = self.session.prefill(self.tokens, self.lengths)
+        if drafter is not None:
+            self._observe(drafter)
+
+    def _fill(self) -> None:
+        """Hold keys and values as if the text had been run: what they are makes no difference to the time."""
+        cache = self.session.cache
+        if isinstance(cache, PathCaches):  # holds states too, which only the target makes
+            self.session.prefill(self.tokens, self.lengths)
+            return
+        batch, context = self.tokens.shape
+        span = cache.begin(slice(None), context)
+        for layer, shape in enumerate(cache.layers):
+            keys = self._random(batch, shape.heads, context, shape.key_dim)
+            values = self._random(batch, shape.heads, context, shape.value_dim)
+            cache.update(layer, keys, values, span)
+        cache.commit(torch.arange(context, device=self.tokens.device).expand(batch, -1), self.lengths)
+
+    def _observe(self, drafter: Drafter) -> None:
+        """Let the drafter take in random features of the text."""
+        needs, (batch, context) = drafter.needs, self.tokens.shape
+        chunk, width = min(CHUNK, context), self.session.target.hidden_size
+        hidden = self._random(batch, chunk, len(needs.layers), width) if needs.layers else None
+        features = TargetFeatures(self.tokens[:, :chunk], hidden, self._random(batch, chunk, width))
+        self.features = None if needs.positions == "none" else features
         self.state = drafter.start(self.session, self.tokens, self.lengths)
-        self.features = None
-        if drafter.needs.positions != "none":
-            self.features = TargetFeatures(self.tokens, output.hidden, output.final)
-        drafter.observe(self.state, self.features, self.tokens.roll(-1, 1), self.lengths)
+        for following in self.tokens.roll(-1, 1).split(chunk, 1):
+            seen = None if self.features is None else _first(self.features, following.shape[1])
+            drafter.observe(self.state, seen, following, torch.full_like(self.lengths, following.shape[1]))
 
     def verify(self, tree: DraftTree) -> None:
         """A forward over the tree, up to the target's choices on the host."""
@@ -205,20 +310,28 @@ class _Round:
         steps = torch.arange(size, device=self.tokens.device)
         parents = ((steps - 1) // 2).expand(len(self.tokens), size)
         depth = (steps + 1).log2().long().expand(len(self.tokens), size)
-        nodes = self.tokens[:, :1].expand(-1, size)
+        nodes = self.tokens[:, steps % self.tokens.shape[1]]
         return DraftTree(nodes, parents, depth, torch.full_like(self.lengths, size))
 
     def draft(self, builder: TreeBuilder) -> DraftTree:
         """Take in one position and draft."""
-        features = None if self.features is None else _first(self.features)
+        assert self.drafter is not None, "a round without a drafter drafts nothing"
+        features = None if self.features is None else _first(self.features, 1)
         one = torch.ones_like(self.lengths)
         proposal = self.drafter.observe(self.state, features, self.tokens[:, :1], one)
         return builder.build(self.drafter, self.state, proposal, self.tokens[:, 0], self.active)
 
+    def drafts(self) -> dict[str, Callable[[], Any]]:
+        """Drafting one level, and so many that what a further one costs shows."""
+        assert self.drafter is not None, "a round without a drafter drafts nothing"
+        levels = {"first level": 1, "all levels": min(DEPTH, self.drafter.max_depth)}
+        return {name: partial(self.draft, DynamicTree(64, depth, 4)) for name, depth in levels.items()}
 
-def _first(features: TargetFeatures) -> TargetFeatures:
+
+def _first(features: TargetFeatures, count: int) -> TargetFeatures:
+    """The first positions of [B, T] features."""
     return TargetFeatures(
-        features.input_ids[:, :1],
-        None if features.hidden is None else features.hidden[:, :1],
-        None if features.final is None else features.final[:, :1],
+        features.input_ids[:, :count],
+        None if features.hidden is None else features.hidden[:, :count],
+        None if features.final is None else features.final[:, :count],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,9 +26,11 @@ def model(node: float, observe: float = 0.0, expand: float = 0.0) -> CostModel:
     return CostModel((1, 2, 32), (1.0, 1.0 + node, 1.0 + 31 * node), observe, expand)
 
 
-def build(builder: CalibratedTree, drafter: PathDrafter, active: torch.Tensor | None = None):
-    builder._costs = builder.costs or builder._costs
-    builder._times = builder._costs.verify_times(builder.nodes)
+def build(builder: CalibratedTree, drafter: PathDrafter, active: torch.Tensor | None = None, context: int = 100):
+    builder._measured = builder.costs or builder._measured
+    builder._session = SimpleNamespace(lengths=torch.full((drafter.batch,), context), compiled=None)
+    if builder._costs is None:
+        builder._price(0)
     active = torch.ones(drafter.batch, dtype=torch.bool) if active is None else active
     state = DraftState(None, drafter.batch)
     return builder.build(drafter, state, drafter.first(), torch.arange(drafter.batch), active)
@@ -60,6 +63,13 @@ def test_dear_nodes_give_no_tree_and_free_ones_the_largest():
     assert build(CalibratedTree(costs=model(5.0)), PathDrafter(2)).size == 1
     tree = build(CalibratedTree(nodes=20, costs=model(0.0)), PathDrafter(2))
     assert tree.counts.tolist() == [20, 20]
+
+
+def test_dearer_nodes_behind_a_long_text_give_a_smaller_tree():
+    """Each token of context adds a thousandth to the price of a node."""
+    near = CostModel((1, 32), (1.0, 1.0), 0.0, 0.0, 0, CostModel((1, 32), (0.0, 31e-3), 0.0, 0.0))
+    sizes = [build(CalibratedTree(costs=near), PathDrafter(1), context=context).size for context in (0, 20, 2000)]
+    assert sizes[0] == 32 > sizes[1] > sizes[2] == 1
 
 
 def test_dear_levels_are_not_drafted_and_free_ones_are():
@@ -103,7 +113,7 @@ def rounds(
 def measured(costs: CostModel) -> CalibratedTree:
     """A builder that has measured these costs, and corrects them by its rounds."""
     builder = CalibratedTree()
-    builder._costs = costs
+    builder._measured = costs
     return builder
 
 
