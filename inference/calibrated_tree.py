@@ -27,8 +27,11 @@ MEMORY = 0.995  # weight of the past, a round
 # What a call may lose to drafting before it is given up, in tokens a row that plain decoding had made meanwhile; what
 # it gained counts against that, up to the second figure.
 STAKE, SAVINGS = 3.0, 16.0
-DOUBT = 1.3  # a smaller gain is checked against plain rounds, one in PROBE until SAMPLES are known
-PROBE, SAMPLES, RECENT = 8, 5, 32
+# Plain rounds are put in to see what those take: one in OFTEN where the gain is below DOUBT, else one in SELDOM, until
+# SAMPLES are known; afterwards one in EVER.
+DOUBT, OFTEN, SELDOM, EVER = 1.3, 8, 16, 64
+SAMPLES, RECENT = 5, 32
+STALE = 1.2  # drafted rounds have become so much slower since: what is known of plain ones no longer holds
 
 Candidates = tuple[np.ndarray, np.ndarray]  # [B, P] scores, and the probability that each is accepted
 
@@ -91,7 +94,8 @@ class CalibratedTree:
         self._plan: Plan | None = None  # of the round that is being verified, None where it is a plain one
         self._sums = np.zeros(4)  # rounds, their seconds verifying and drafting, and T(1) at the time
         self._slower: deque[float] = deque(maxlen=RECENT)  # of the last drafted rounds: seconds over those planned,
-        self._slower_plain: deque[float] = deque(maxlen=SAMPLES)  # and of plain ones
+        self._plainly: deque[float] = deque(maxlen=SAMPLES)  # and of plain ones, over that of drafted ones at the time
+        self._sampled = 1.0  # how much slower drafted rounds were than planned when a plain one was last timed
         self._gains = np.full(2, 4.0)  # tokens a row of recent rounds, and those plain decoding had made
         self._credit = STAKE
         self._said = False
@@ -122,7 +126,7 @@ class CalibratedTree:
         if self._round % RECENT == 0:
             self._price(float(self._session.lengths.float().mean()))
         self._round += 1
-        if self._in_doubt():
+        if self._is_plain():
             self._plan = None
             return DraftTree.root(root, active.long())
         beam = Beam(drafter, state, proposal, active, self.top_k)
@@ -154,7 +158,8 @@ class CalibratedTree:
         assert self._costs is not None
         if not self.pays or self._plan is None:
             plain = sum(seconds.values()) - seconds["draft"]
-            self._slower_plain.append(plain / self._costs.plain)
+            self._sampled = self._factor(self._slower)
+            self._plainly.append(plain / self._costs.plain / self._sampled)
             self._sums += [1, self._plain(), 0, self._plain()]
             return
         found = counts[active].cpu().numpy()
@@ -175,7 +180,8 @@ class CalibratedTree:
     def _plain(self) -> float:
         """Seconds of a plain step, as things are now."""
         assert self._costs is not None
-        return self._costs.plain * self._factor(self._slower_plain)
+        # What slows the machine as a whole has been seen in drafted rounds, of which there are many more.
+        return self._costs.plain * self._factor(self._slower) * self._factor(self._plainly)
 
     def _factor(self, slower: deque[float]) -> float:
         """By how much rounds take longer than was measured beforehand; the median, as single rounds are disturbed."""
@@ -195,20 +201,22 @@ class CalibratedTree:
         if self.fallback and self._credit < 0:
             self._give_up()
 
-    def _in_doubt(self) -> bool:
+    def _is_plain(self) -> bool:
         """Whether this round is a plain one, to see what those take now."""
-        if self.costs is not None or not self.fallback or self._gains[0] > DOUBT * self._gains[1]:
+        if self.costs is not None or not self.fallback:
             return False
-        often = PROBE if len(self._slower_plain) < SAMPLES else 8 * PROBE
-        return self._round % often == 0
+        if self._plainly and self._factor(self._slower) > STALE * self._sampled:
+            self._plainly.clear()  # either the machine is slower or drafting alone is, which plain rounds will tell
+        if len(self._plainly) == SAMPLES:
+            return self._round % EVER == 0
+        return self._round % (OFTEN if self._gains[0] < DOUBT * self._gains[1] else SELDOM) == 0
 
     def _give_up(self) -> None:
         if not self._said:
-            tokens, instead = self._gains
             log.warning(
-                "speculation does not pay here: %.2f times the speed of plain decoding in the last rounds; the rest is "
-                "decoded plainly (fallback=false goes on drafting)",
-                tokens / instead,
+                "speculation does not pay here: drafting took the time of %.0f tokens more than it brought; the rest "
+                "of this answer is decoded plainly (fallback=false goes on drafting)",
+                STAKE,
             )
         self._said = True
         self.pays = False

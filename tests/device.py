@@ -1,10 +1,10 @@
-"""One run on an accelerator: plain and speculative decoding, eager and compiled, the parts of a round, and what it costs.
+"""One run on an accelerator: plain and speculative decoding, eager and compiled, the parts of a round, its costs.
 
     python -m tests.device OUT
 
-writes JSON to the folder OUT. The target is a random model of the sizes of a 1B Llama and the heads are untrained, so that
-nothing is fetched: times are real, acceptance is not, but for prompt lookup on a text that repeats itself. A round pays
-where τ is above its time over that of a plain step (`round_ms`).
+writes JSON to the folder OUT. The target is a random model of the sizes of a 1B Llama and the heads are untrained, so
+that nothing is fetched: times are real, acceptance is not, but for prompt lookup on a text that repeats itself. A round
+pays where τ is above its time over that of a plain step (`round_ms`).
 """
 
 from __future__ import annotations
