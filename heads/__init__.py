@@ -1,6 +1,6 @@
 """What attaches to a frozen target: the target's adapter, drafters, trees, caches, checkpoints."""
 
-from . import eagle3, medusa, prompt_lookup  # each enters itself into the registry
+from . import draft_model, eagle, eagle3, early_exit, hydra, medusa, prompt_lookup  # each registers itself
 from .checkpoint import CheckpointError, build_drafter, load_drafter
 from .drafter import DRAFTERS
 from .target import Target
@@ -10,7 +10,11 @@ __all__ = [
     "CheckpointError",
     "Target",
     "build_drafter",
+    "draft_model",
+    "eagle",
     "eagle3",
+    "early_exit",
+    "hydra",
     "load_drafter",
     "medusa",
     "prompt_lookup",

@@ -1,6 +1,6 @@
 """What trained drafters are compared with, and by what: pure functions of logits.
 
-B rows, T tokens, P supervised positions, V_d draft vocabulary, J levels, K ranks counted.
+B rows, T tokens, P supervised positions, H hidden, V_d draft vocabulary, J levels, K ranks counted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .drafter import HeadLoss, TargetFeatures, Teacher
@@ -26,12 +27,14 @@ class Supervision:
 
     Args:
         row, position: [P] indices b and s.
+        feature: [P, H] the target's feature at s, after its final norm, which the logits are made of.
         logits: [P, V_d] the target's logits after s: its distribution, renormalised over the draft vocabulary.
         top: [P] draft id of the target's most likely token, -1 where it lies outside the draft vocabulary.
     """
 
     row: Tensor
     position: Tensor
+    feature: Tensor
     logits: Tensor
     top: Tensor
 
@@ -44,7 +47,7 @@ class Supervision:
         final = features.final[row, following]
         with torch.autocast(final.device.type, enabled=False):  # the teacher speaks in the target's own dtype
             logits = teacher.logits(final)
-        return cls(row, following, logits, _to_draft(features.top[row, following], draft_ids))
+        return cls(row, following, final, logits, _to_draft(features.top[row, following], draft_ids))
 
     def at_level(self, level: int) -> tuple[Tensor, Tensor]:
         """[P] bool: which positions a level can predict; [P] the drafter's index t for each (0 where it cannot)."""
@@ -60,15 +63,39 @@ def _to_draft(tokens: Tensor, draft_ids: Tensor | None) -> Tensor:
     return torch.where(draft_ids[place] == tokens, place, -1)
 
 
+@dataclass(frozen=True)
+class TopWeighted:
+    """What of the target's distribution is learned where not all tokens count alike (HASS, arXiv:2408.15766).
+
+    The loss is -Σ_x w(x) p(x) log q(x); w is `everywhere` for all tokens, `top` more for the target's `best` most
+    likely ones. p is not normalised again over these, so that a sure target weighs more.
+    """
+
+    everywhere: float
+    top: float
+    best: int
+
+    def __call__(self, target: Tensor) -> Tensor:
+        """[n, V_d] probabilities -> the same times their weights."""
+        weighted = target * self.everywhere
+        if self.best:
+            values, ids = target.topk(min(self.best, target.shape[-1]), dim=-1)
+            weighted.scatter_add_(-1, ids, values * self.top)
+        return weighted
+
+
 class SoftCrossEntropy(torch.autograd.Function):
     """Σ over positions of the cross entropy between the teacher's distribution and the drafter's.
 
     One pass in cache-sized chunks gives loss, gradient and ranks together: over a whole vocabulary, memory traffic is
-    what costs. The gradient is softmax(student) - softmax(teacher).
+    what costs. The gradient is softmax(student) - softmax(teacher); with weights the teacher's part is weighted, and the
+    student's is multiplied by the sum of that.
     """
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, top: Tensor, weigh: TopWeighted | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[P, V_d] logits twice and [P] draft ids -> the sum, and the [P] rank (0 best) the drafter gives each id."""
         gradient = torch.empty_like(student)
         ranks = torch.empty_like(top)
@@ -80,16 +107,21 @@ class SoftCrossEntropy(torch.autograd.Function):
             own = logits.gather(1, top[part].clamp(min=0)[:, None])
             ranks[part] = torch.where(top[part] < 0, logits.shape[1], (logits > own).sum(-1))
             logq = logits.log_softmax(-1)
+            if weigh is not None:
+                target = weigh(target)
             total -= torch.dot(target.flatten(), logq.flatten())
-            gradient[part] = logq.exp_().sub_(target)
+            drafted = logq.exp_()
+            if weigh is not None:
+                drafted *= target.sum(-1, keepdim=True)
+            gradient[part] = drafted.sub_(target)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(ranks)
         return total, ranks
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None
+        return gradient * grads[0].to(gradient.dtype), None, None, None
 
 
 @dataclass
@@ -101,18 +133,35 @@ class LevelResult:
     ranks: Tensor
 
 
-def compare_level(supervision: Supervision, level: int, logits_at: Any) -> LevelResult:
+def compare_level(
+    supervision: Supervision, level: int, logits_at: Any, weigh: TopWeighted | None = None
+) -> LevelResult:
     """Compare one level at every supervised position it can predict.
 
-    Args: logits_at: (rows [P'], indices [P']) -> [P', V_d] the drafter's logits there.
+    Args:
+        logits_at: (rows [P'], indices [P']) -> [P', V_d] the drafter's logits there.
+        weigh: tokens that count more than others; None: all alike.
     """
     usable, index = supervision.at_level(level)
     everywhere = torch.full_like(supervision.top, -1)
     # Nearly always every position is usable, and a view then spares a copy of the teacher's logits.
     part = slice(None) if bool(usable.all()) else usable
     student = logits_at(supervision.row[part], index[part])
-    loss, everywhere[part] = SoftCrossEntropy.apply(student, supervision.logits[part], supervision.top[part])
+    loss, everywhere[part] = SoftCrossEntropy.apply(student, supervision.logits[part], supervision.top[part], weigh)
     return LevelResult(loss, usable.sum(), everywhere)
+
+
+def feature_distance(supervision: Supervision, level: int, predicted: Tensor, scale: Tensor) -> Tensor:
+    """Σ over positions of the smooth L1 distance, a mean over H, of predicted features from the target's.
+
+    Args:
+        predicted: [B, T, H] the drafter's output of this level, in units where a feature's size is about 1.
+        scale: what the target's features are multiplied by to be in the same units.
+    """
+    usable, index = supervision.at_level(level)
+    found = predicted[supervision.row[usable], index[usable]].float()
+    wanted = supervision.feature[usable].float() * scale
+    return F.smooth_l1_loss(found, wanted, reduction="sum") / predicted.shape[-1]
 
 
 def head_loss(results: list[LevelResult], supervision: Supervision, decay: float) -> HeadLoss:

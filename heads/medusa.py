@@ -60,20 +60,8 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-@dataclass
-class MedusaState(DraftState):
-    """Scores of all heads from the last observed feature, [B, K, V_d], and the level of every expanded node."""
-
-    scores: Tensor | None = None
-    level: Tensor | None = None
-
-
-@register("medusa")
-class Medusa(SavedDrafter):
-    """K Medusa heads. All are evaluated in `observe`; `expand` only looks up the next level's scores."""
-
-    config_class = MedusaConfig
-    needs = Needs(final=True, positions="last")
+class ResidualHeads(SavedDrafter):
+    """K heads of residual blocks with an output layer each: Medusa's, and Hydra's behind inputs of their own."""
 
     def __init__(self, config: MedusaConfig, draft_ids: Tensor | None = None) -> None:
         super().__init__(config, draft_ids)
@@ -87,9 +75,10 @@ class Medusa(SavedDrafter):
         )
 
     @classmethod
-    def build(cls, target: Any, **options: Any) -> Medusa:
+    def build(cls, target: Any, **options: Any) -> Any:
         """Untrained heads for a target; every output layer starts as a copy of the target's."""
-        config = MedusaConfig(hidden_size=target.hidden_size, vocab_size=target.vocab_size, **options)
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        config = cls.config_class(**{**sizes, **options})
         draft_ids = draft_vocabulary(target, config.draft_vocab_size)
         drafter = cls(config, draft_ids)
         weight = target.head_weight(draft_ids)
@@ -101,6 +90,31 @@ class Medusa(SavedDrafter):
     @property
     def max_depth(self) -> int:
         return self.config.num_heads
+
+    def _ready(self, feature: Tensor) -> Tensor:
+        """What comes from the target in the dtype that the weights compute in."""
+        return feature if torch.is_autocast_enabled(feature.device.type) else feature.to(self.dtype)
+
+    def _head(self, level: int, x: Tensor, teacher: Teacher, dtype: torch.dtype) -> Tensor:
+        """[..., H] what a head's blocks read, of a feature's size -> [..., V_d]; `dtype` is the target's."""
+        hidden = self.blocks[level](x)
+        return self.lm_heads[level](hidden) if len(self.lm_heads) else teacher.logits(hidden.to(dtype))
+
+
+@dataclass
+class MedusaState(DraftState):
+    """Scores of all heads from the last observed feature, [B, K, V_d], and the level of every expanded node."""
+
+    scores: Tensor | None = None
+    level: Tensor | None = None
+
+
+@register("medusa")
+class Medusa(ResidualHeads):
+    """K Medusa heads. All are evaluated in `observe`; `expand` only looks up the next level's scores."""
+
+    config_class = MedusaConfig
+    needs = Needs(final=True, positions="last")
 
     def forward(self, features: TargetFeatures, teacher: Teacher, steps: int | None = None) -> HeadLoss:
         """Loss of all heads over a batch; `steps` is for drafters that unroll and is ignored."""
@@ -118,10 +132,7 @@ class Medusa(SavedDrafter):
         return head_loss(results, supervision, self.config.loss_decay)
 
     def _logits(self, level: int, feature: Tensor, teacher: Teacher) -> Tensor:
-        hidden = self.blocks[level](
-            feature.to(self.dtype) if not torch.is_autocast_enabled(feature.device.type) else feature
-        )
-        return self.lm_heads[level](hidden) if len(self.lm_heads) else teacher.logits(hidden.to(feature.dtype))
+        return self._head(level, self._ready(feature), teacher, feature.dtype)
 
     def start(self, session: Any, input_ids: Tensor, lengths: Tensor) -> MedusaState:
         return MedusaState(session, input_ids.shape[0])

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from headsmith.heads.target import Target
 from headsmith.heads.target.loading import load_model, load_tokenizer
+from headsmith.heads.target.tokenizers import require_same_tokenizer
 
 EARLY_EXIT = "early_exit"
 
@@ -24,12 +25,8 @@ def assistant_arguments(target: Target, assistant: str, trust_remote_code: bool 
 
 
 def _assistant_model(target: Target, name: str, trust_remote_code: bool) -> Any:
-    found, wanted = load_tokenizer(name, trust_remote_code).get_vocab(), target.tokenizer.get_vocab()
-    if found != wanted:
-        raise ValueError(
-            f"the assistant {name} has another tokenizer than {target.name}: {len(found)} tokens, expected the same "
-            f"{len(wanted)}; name a smaller model of the target's own family, or early_exit=N"
-        )
+    tokenizer = load_tokenizer(name, trust_remote_code)
+    require_same_tokenizer(f"the assistant {name}", tokenizer, target, f"{EARLY_EXIT}=N")
     model = load_model(name, dtype=target.dtype, trust_remote_code=trust_remote_code).to(target.device)
     rows = model.get_output_embeddings().weight.shape[0]
     if rows != target.vocab_size:

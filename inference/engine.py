@@ -1,6 +1,7 @@
 """The engine: one session of rows that plain decoding, speculative decoding and self-generation all run on.
 
-B rows of the session, b rows of one forward, N nodes, C captured layers, H hidden, V vocabulary.
+B rows of the session, b rows of one forward, N nodes, A nodes run before in the same round, C captured layers,
+H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from headsmith.heads.cache import RaggedTreeCache
 from headsmith.heads.drafter import Needs
 from headsmith.heads.target import Target
@@ -92,6 +94,10 @@ class Session:
             self.cache = RaggedTreeCache(shapes, rows, capacity, target.dtype, target.device, fixed)
         self.forwards = 0
 
+    def sibling(self, target: Target) -> Session:
+        """An empty session of as many rows and tokens for another target, such as a draft model."""
+        return Session(target, self.cache.batch, self.capacity)
+
     @property
     def lengths(self) -> Tensor:
         """[B] committed tokens of every row."""
@@ -106,9 +112,12 @@ class Session:
     ) -> NodeOutput:
         """Run [b, N] new nodes after the committed tokens of `rows`; nothing is committed.
 
+        They stand behind the A nodes of earlier forwards since the last commit (levels of one draft; caches of paths
+        and compiled forwards take whole trees only, A = 0).
+
         Args:
-            depth: [b, N] distance from the first node; None for a chain, as a prompt is.
-            ancestors: [b, N, N] bool, itself included; None for a chain.
+            depth: [b, A + N] distance from the first node; None for a chain, as a prompt is.
+            ancestors: [b, N, A + N] bool, itself included; None for a chain (then A = 0).
         """
         self.forwards += 1
         if isinstance(self.cache, PathCaches):
@@ -118,7 +127,7 @@ class Session:
         if tokens.numel() > 1:
             return self._output(*self._tree(self.cache, tokens, depth, ancestors, rows))
         # One row takes another kernel than several, with other rounding (and on CPU a slower one).
-        final, found = self._tree(self.cache, tokens.expand(1, 2), None, None, rows)
+        final, found = self._tree(self.cache, *_doubled(tokens, depth, ancestors), rows)
         return self._output(final[:, :1], {k: value[:, :1] for k, value in found.items()})
 
     def _tree(
@@ -126,7 +135,7 @@ class Session:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         if depth is None:
             depth = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        return run_nodes(self.runner, cache, tokens, depth, ancestors, rows, self.capture)
+        return run_nodes(self.runner, cache, tokens, depth, ancestors, rows, self.capture, self.target.max_positions)
 
     def _output(self, final: Tensor, found: dict[int, Tensor]) -> NodeOutput:
         return NodeOutput(final, stack(found, self.capture, final) if self.capture else None)
@@ -176,6 +185,18 @@ class Session:
         if isinstance(self.runner, PathForward) and self.runner.drive.path == "plain":
             lengths = torch.zeros_like(lengths)  # goes on token by token only, which no prompt is run by
         return self.cache.rewind(lengths)
+
+
+def _doubled(
+    tokens: Tensor, depth: Tensor | None, ancestors: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The one node [1, 1], and behind it another like it, which it does not see."""
+    if depth is not None:
+        depth = torch.cat((depth, depth[:, -1:]), 1)
+    if ancestors is not None:
+        ancestors = F.pad(ancestors, (0, 1, 0, 1))
+        ancestors[:, -1, -1] = True  # a node that sees nothing at all would be NaN
+    return tokens.expand(1, 2), depth, ancestors
 
 
 def _joined(parts: list[NodeOutput]) -> NodeOutput:

@@ -15,6 +15,12 @@ from .common import open_heads, open_target, render, target_options
 @target_options
 @click.option("--heads", multiple=True, help="Heads folder or training run; may be given several times.")
 @click.option(
+    "--drafter",
+    "drafters",
+    multiple=True,
+    help="Drafter without heads, as early_exit:layers=10 or draft_model:model=DIR; may be given several times.",
+)
+@click.option(
     "--questions",
     default="questions",
     show_default=True,
@@ -37,6 +43,7 @@ def command(
     any_target: bool,
     trust_remote_code: bool,
     heads: tuple[str, ...],
+    drafters: tuple[str, ...],
     questions: str,
     limit: int | None,
     new_tokens: int,
@@ -47,7 +54,8 @@ def command(
     certify: bool,
     output: Path | None,
 ) -> None:
-    """Measure generate(), the plain loop of the same engine, prompt lookup and heads on the same questions.
+    """Measure generate(), the plain loop of the same engine, prompt lookup, heads and other drafters on the same
+    questions.
 
     The methods take turns on every question. Ratios below 1 are slower, and are printed as they are. --certify needs
     memory for one more copy of the target, in a finer dtype.
@@ -58,10 +66,11 @@ def command(
     target = open_target(target_name, dtype, threads, trust_remote_code)
     setting = bench.Setting(target, new_tokens, forward, certify, compiled)
     methods = _baselines(setting, assistant, trust_remote_code)
-    for folder in heads:
-        drafter = open_heads(folder, target, any_target)
+    opened = [(drafter.method, drafter) for drafter in (open_heads(folder, target, any_target) for folder in heads)]
+    opened += [(given, _untrained(given, target)) for given in drafters]
+    for name, drafter in opened:
         for tree in trees or ("chain:depth=3", "calibrated"):
-            methods.append(bench.decoder_method(setting, drafter.method, drafter, tree))
+            methods.append(bench.decoder_method(setting, name, drafter, tree))
     asked = [_question(target, prompt) for prompt in spread(load_prompts(questions), limit)]
     result = bench.run_benchmark(
         setting, methods, asked, lambda question: click.echo(f"\r{question.id:<40}", nl=False, err=True)
@@ -94,6 +103,26 @@ def _baselines(setting: Any, assistant: str | None, trust_remote_code: bool) -> 
         *assisted,
         bench.decoder_method(setting, "prompt_lookup", lookup, "chain:depth=3"),
     ]
+
+
+def _untrained(given: str, target: Any) -> Any:
+    """A drafter from its name, with options after a colon: `early_exit:layers=10`.
+
+    Raises: ValueError for an option that is not name=value, a drafter that has to be trained, or as building it does.
+    """
+    from headsmith.heads import build_drafter
+    from headsmith.heads.checkpoint import SavedDrafter, find_method
+
+    name, _, rest = given.partition(":")
+    if issubclass(find_method(name), SavedDrafter):
+        raise ValueError(f"--drafter {name} has to be trained first; name the folder of its heads with --heads")
+    options: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, sign, value = item.partition("=")
+        if not sign:
+            raise ValueError(f"--drafter option {item!r} should read name=value, as in 'early_exit:layers=10'")
+        options[key] = int(value) if value.isdigit() else value == "true" if value in ("true", "false") else value
+    return build_drafter(name, target, **options)
 
 
 def _question(target: Any, prompt: Any) -> Any:

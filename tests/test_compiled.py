@@ -27,6 +27,7 @@ class Traced:
 
     def __init__(self) -> None:
         torch._dynamo.reset()
+        gc.collect()  # the hooks of an earlier decoder, taken away half-way, would be another graph
         self.graphs = 0
 
     def __call__(self, module: Any, inputs: Any) -> Any:

@@ -12,17 +12,30 @@ from headsmith.heads.drafter import Drafter, Needs
 from headsmith.heads.eagle3 import default_layers
 from headsmith.inference import DynamicTree, FixedTree, SpeculativeDecoder, chain
 
-from tests.reference import naive_eagle3_logits
+from tests.reference import naive_eagle3_logits, naive_eagle_features, naive_eagle_loss, naive_hydra_logits
 from tests.tiny import greedy_reference, random_prompts, tiny_target
 
 TRAINED = sorted(name for name, cls in DRAFTERS.items() if issubclass(cls, SavedDrafter))
+# Options that change what is computed, by a name of their own: the method, and the options.
+VARIANTS = {
+    "hass": ("eagle", {"steps": 3, "top_k_loss": 5}),
+    "eagle3 normed": ("eagle3", {"norm_features": True, "feedback": "normed"}),
+    "hydra++": ("hydra", {"prefix_attention": True}),
+    "hydra shared": ("hydra", {"prefix_attention": True, "lm_head": "shared", "num_layers": 2}),
+}
 TREES = [chain(3), FixedTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0))), DynamicTree(10, 4, 3)]
+
+
+def untrained(name, target, **options):
+    """A drafter of the registry, or of VARIANTS."""
+    method, variant = VARIANTS.get(name, (name, {}))
+    return build_drafter(method, target, **variant, **options)
 
 
 def randomised(name, target, **options):
     """A drafter whose weights all matter (zero-initialised ones included)."""
     torch.manual_seed(3)
-    drafter = build_drafter(name, target, **options)
+    drafter = untrained(name, target, **options)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -39,15 +52,15 @@ def batch_of(target, needs, lengths=(9, 14, 6), prompt=3, seed=0):
     return target.features(ids, needs, mask, with_top=True)
 
 
-@pytest.mark.parametrize("name", sorted(DRAFTERS))
+@pytest.mark.parametrize("name", [*sorted(DRAFTERS), *VARIANTS])
 @pytest.mark.parametrize("tree", TREES, ids=["chain", "fixed", "dynamic"])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_decodes_exactly(name, tree, reduced):
     target = tiny_target()
-    trained = name in TRAINED
-    drafter = (
-        randomised(name, target, draft_vocab_size=48 if reduced else None) if trained else build_drafter(name, target)
-    )
+    if name in TRAINED or name in VARIANTS:
+        drafter = randomised(name, target, draft_vocab_size=48 if reduced else None)
+    else:
+        drafter = build_drafter(name, target, **({"model": tiny_target(seed=5)} if name == "draft_model" else {}))
     assert isinstance(drafter, Drafter)
     ids, mask = random_prompts(3, 12)
     expected = greedy_reference(target, ids, mask, 30)
@@ -55,7 +68,7 @@ def test_decodes_exactly(name, tree, reduced):
     assert out.sequences[:, 12:].tolist() == expected
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *VARIANTS])
 def test_decoding_computes_what_training_does(name, tmp_path):
     """The scores drafted along the true continuation are the logits of the unrolled steps at the same place."""
     target = tiny_target()
@@ -78,7 +91,7 @@ def test_decoding_computes_what_training_does(name, tmp_path):
         proposal = drafter.expand(state, parents, both, torch.ones_like(both, dtype=torch.bool))
         drafted.append(proposal.scores[:, 1])
     for row in range(2):
-        reference = naive_logits(name, drafter, target, ids[row], levels)
+        reference = naive_logits(drafter, target, ids[row], levels)
         for level in range(levels):
             expected = reference[level][lengths[row] - 1].log_softmax(-1)
             torch.testing.assert_close(drafted[level][row], expected, atol=1e-4, rtol=1e-3)
@@ -91,21 +104,26 @@ class FakeSession:
         self.target = target
 
 
-def naive_logits(name, drafter, target, ids, levels):
+def naive_logits(drafter, target, ids, levels):
     """Per level the logits [T, V_d] at every index, by a method's own naive loop."""
-    if name == "eagle3":
+    if drafter.method == "eagle3":
         return naive_eagle3_logits(drafter, target, ids, levels)
+    if drafter.method == "eagle":
+        rows = slice(None) if drafter.draft_ids is None else drafter.draft_ids
+        return [target.logits(level)[:, rows] for level in naive_eagle_features(drafter, target, ids, levels)]
+    if drafter.method == "hydra":
+        return naive_hydra_logits(drafter, target, ids, levels)
     final = target.features(ids[None], Needs(final=True)).final[0]
     return [drafter.lm_heads[k](drafter.blocks[k](final)) for k in range(levels)]
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *VARIANTS])
 @pytest.mark.parametrize("reduced", [None, 60])
 def test_loss_and_gradient_match_a_naive_loop(name, reduced):
     target = tiny_target(dtype=torch.float64)
-    drafter = randomised(name, target, draft_vocab_size=reduced).double()
+    drafter = randomised(name, target, draft_vocab_size=reduced).double().eval()  # without noise
     features = batch_of(target, Needs(drafter.needs.layers, final=True))
-    result = drafter(features, target.teacher(drafter.draft_ids), 3)
+    result = drafter(features, target.teacher(drafter.draft_ids), 1 if name == "eagle" else 3)
     result.total(1.0).backward()
     gradients = {n: p.grad.clone() for n, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad()
@@ -113,12 +131,18 @@ def test_loss_and_gradient_match_a_naive_loop(name, reduced):
     size = reduced or 97
     for row in range(features.input_ids.shape[0]):
         ids = features.input_ids[row]
-        logits = naive_logits(name, drafter, target, ids, len(result.loss))
+        logits = naive_logits(drafter, target, ids, len(result.loss))
         teacher = target.logits(features.final[row])[:, :size].softmax(-1)
+        if drafter.method == "eagle":
+            predicted = naive_eagle_features(drafter, target, ids, len(result.loss))
         for level in range(len(result.loss)):
             for t in range(len(ids) - 2 - level):
                 if features.loss_mask[row, t + 2 + level]:
-                    loss = -(teacher[t + 1 + level] * logits[level][t].log_softmax(-1)).sum()
+                    if drafter.method == "eagle":
+                        true = features.final[row, t + 1 + level]
+                        loss = naive_eagle_loss(drafter, target, predicted[level][t], true)
+                    else:
+                        loss = -(teacher[t + 1 + level] * logits[level][t].log_softmax(-1)).sum()
                     total = total + 0.8**level * loss
                     count[level] += 1
                     hits[level] += int(logits[level][t].argmax() == features.top[row, t + 1 + level])
@@ -131,10 +155,10 @@ def test_loss_and_gradient_match_a_naive_loop(name, reduced):
             torch.testing.assert_close(gradients[name_], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *VARIANTS])
 def test_every_parameter_moves(name):
     target = tiny_target()
-    drafter = build_drafter(name, target)
+    drafter = untrained(name, target)
     before = {n: p.clone() for n, p in drafter.named_parameters()}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
     for seed in range(2):  # what starts at zero may hold back the gradient of what is in front of it for one step
@@ -147,10 +171,10 @@ def test_every_parameter_moves(name):
     assert all(not p.requires_grad and p.grad is None for p in target.model.parameters())
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *VARIANTS])
 def test_a_batch_with_nothing_to_learn_gives_zero_connected_loss(name):
     target = tiny_target()
-    drafter = build_drafter(name, target, draft_vocab_size=20)
+    drafter = untrained(name, target, draft_vocab_size=20)
     features = batch_of(target, Needs(drafter.needs.layers, final=True))
     features.loss_mask.zero_()
     loss = drafter(features, target.teacher(drafter.draft_ids)).total(1.0)
@@ -159,7 +183,7 @@ def test_a_batch_with_nothing_to_learn_gives_zero_connected_loss(name):
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *VARIANTS])
 def test_joint_hits_are_the_greedy_chain(name):
     target = tiny_target()
     drafter = randomised(name, target)
@@ -170,7 +194,7 @@ def test_joint_hits_are_the_greedy_chain(name):
     assert (result.joint <= result.hits[:, 0]).all()
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *VARIANTS])
 @pytest.mark.parametrize("reduced", [None, 48])
 def test_save_and_load_round_trip(name, reduced, tmp_path):
     target = tiny_target()
@@ -235,7 +259,7 @@ def test_impossible_options_are_refused():
                 build_drafter(name, target, draft_vocab_size=size)
         with pytest.raises(ValueError, match="its options are"):
             build_drafter(name, target, no_such_option=1)
-    with pytest.raises(ValueError, match="known are eagle3"):
+    with pytest.raises(ValueError, match="known are draft_model"):
         build_drafter("no_such_method", target)
     with pytest.raises(ValueError, match=r"three different"):
         build_drafter("eagle3", tiny_target(num_hidden_layers=2))

@@ -21,7 +21,10 @@ def test_the_packaged_recipes_are_these():
     assert recipe_names() == [
         "llama-3.1-8b-instruct-eagle3",
         "qwen3-8b-eagle3",
+        "smollm2-135m-eagle",
         "smollm2-135m-eagle3",
+        "smollm2-135m-hass",
+        "smollm2-135m-hydra",
         "smollm2-135m-medusa",
     ]
 

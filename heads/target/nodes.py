@@ -102,10 +102,22 @@ def run_nodes(
     ancestors: Tensor | None,
     rows: slice = slice(None),
     capture: tuple[int, ...] = (),
+    limit: int | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run [b, N] nodes of `rows` behind their committed tokens through `forward` (called as `TreeNodes` is)."""
-    span = cache.begin(rows, tokens.shape[1])
-    positions = cache.lengths[rows][:, None] + depth
+    """Run [b, N] nodes of `rows` behind their committed tokens through `forward` (called as `TreeNodes` is).
+
+    Args:
+        depth: [b, A + N] of the A nodes that were run before in this round, and of the new ones.
+        ancestors: [b, N, A + N] bool, itself included; None for a chain (then A = 0).
+        limit: positions that the model has; None: any number.
+    """
+    before = depth.shape[1] - tokens.shape[1]
+    span = cache.begin(rows, tokens.shape[1], before)
+    positions = cache.lengths[rows][:, None] + depth[:, before:]
+    if limit is not None:
+        # A tree may stand beyond the end of the last answer that fits: nobody reads those nodes, but a table of learned
+        # positions has no row for them.
+        positions = positions.clamp(max=limit - 1)
     seen, slots = cache.mask(span, ancestors), cache.positions(span, depth)
     return forward(tokens, positions, seen, slots, cache, span, capture)
 
