@@ -88,8 +88,8 @@ class SoftCrossEntropy(torch.autograd.Function):
     """Σ over positions of the cross entropy between the teacher's distribution and the drafter's.
 
     One pass in cache-sized chunks gives loss, gradient and ranks together: over a whole vocabulary, memory traffic is
-    what costs. The gradient is softmax(student) - softmax(teacher); with weights the teacher's part is weighted, and the
-    student's is multiplied by the sum of that.
+    what costs. The gradient is softmax(student) - softmax(teacher); with weights the teacher's part is weighted, and
+    the student's is multiplied by the sum of that.
     """
 
     @staticmethod
