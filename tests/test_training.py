@@ -930,7 +930,7 @@ def test_tensorboard_gets_every_level(tmp_path):
     ("override", "message"),
     [
         ("train.mixed_precision=fp16", "fp16, which needs a GPU; set it to bf16 or null"),
-        ("drafter.method=hydrangea", "unknown drafter 'hydrangea'; known are eagle3"),
+        ("drafter.method=hydrangea", "unknown drafter 'hydrangea'; known are draft_model, eagle, eagle3"),
         ("drafter.options={heads: 3}", "its options are"),
         ("drafter.options={draft_vocab_size: 0}", "draft_vocab_size is 0, expected 1 to"),
     ],
