@@ -135,10 +135,6 @@ def test_packaged_recipes_load_by_name_and_open_with_their_launch_command(name):
     assert first == f"# accelerate launch -m headsmith.training.train recipes/{name}.yaml"
 
 
-def test_four_recipes_are_packaged():
-    assert len(recipe_names()) == 4
-
-
 def test_answers_are_trained_on_unless_data_is_given(file):
     assert load_recipe(file).train_paths == [Path("out/data/answers.jsonl")]
     assert load_recipe(file, ["generate.output=a.jsonl"]).train_paths == [Path("a.jsonl")]
